@@ -1,0 +1,31 @@
+"""Everything that this package uses of Lightning beyond its public names.
+
+Checked against Lightning 2.6.0 and 2.6.6; a test imports every name with the installed version.
+"""
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+default_timeout = default_pg_timeout
+distributed_is_initialized = _distributed_is_initialized
+default_backend = _get_default_process_group_backend_for_device
+init_distributed = _init_dist_connection
+optimizers_to_device = _optimizers_to_device
+ScriptLauncher = _SubprocessScriptLauncher
+
+__all__ = [
+    "ScriptLauncher",
+    "default_backend",
+    "default_timeout",
+    "distributed_is_initialized",
+    "init_distributed",
+    "optimizers_to_device",
+    "reset_seed",
+]

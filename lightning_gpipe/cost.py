@@ -1,0 +1,105 @@
+"""What each layer of a backbone costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_gpipe.microbatch import Tree
+
+CostFunction: TypeAlias = Callable[[nn.Module, Any], float]
+Balance: TypeAlias = Literal["flops", "params"] | Sequence[int] | CostFunction
+
+
+class UntraceableLayer(RuntimeError):
+    """A layer can't run without data, on the meta device."""
+
+
+def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
+    """Number of parameters of each layer."""
+    return [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+
+
+def flop_costs(layers: Sequence[nn.Module], sample: Any) -> list[float]:
+    """Floating-point operations of each layer's forward.
+
+    Matrix products, convolutions and attention count their operations, everything else one operation per element that
+    comes out, so that no layer is free.
+
+    Args:
+        layers: The layers, on any device; nothing is computed and no memory used.
+        sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
+
+    Raises:
+        UntraceableLayer: If a layer needs the values of its input.
+    """
+
+    def flops(layer: nn.Module, value: Any) -> float:
+        with FlopCounterMode(display=False) as counter:
+            output = _run_on_meta(layer, value)
+        return counter.get_total_flops() + sum(t.numel() for t in Tree.of(output, "A layer's output").tensors())
+
+    return function_costs(layers, sample, flops)
+
+
+def function_costs(layers: Sequence[nn.Module], sample: Any, cost: CostFunction) -> list[float]:
+    """Cost of each layer by a function.
+
+    Args:
+        layers: The layers.
+        sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
+        cost: Called with a layer and its input, whose tensors are on the meta device: shapes and types, no values.
+
+    Raises:
+        UntraceableLayer: If a layer needs the values of its input.
+    """
+    tree = Tree.of(sample, "The backbone's input")
+    value = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
+    costs = []
+    generator_state = torch.get_rng_state()
+    try:
+        for layer in layers:
+            costs.append(float(cost(layer, value)))
+            value = _run_on_meta(layer, value)
+    finally:
+        torch.set_rng_state(generator_state)
+    return costs
+
+
+def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
+    """Floating-point operations of a forward in every submodule, by dotted name; the whole module's under ``""``.
+
+    Raises:
+        UntraceableLayer: If the forward needs the values of its input.
+    """
+    tree = Tree.of(sample, "example_input_array")
+    arguments = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
+    with FlopCounterMode(module, display=False) as counter:
+        _run_on_meta(module, *(arguments if isinstance(arguments, tuple) else (arguments,)))
+    root = type(module).__name__
+    counts = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
+    flops = {name.removeprefix(f"{root}."): count for name, count in counts.items() if name not in ("Global", root)}
+    return {**flops, "": counts.get("Global", 0.0)}
+
+
+def _run_on_meta(module: nn.Module, *arguments: Any) -> Any:
+    tensors = {name: _on_meta(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    try:
+        with torch.no_grad():
+            return functional_call(module, tensors, arguments)
+    except Exception as error:
+        raise UntraceableLayer(
+            f"{type(module).__name__} can't run on the meta device, without data ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with torch.no_grad():
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

@@ -1,0 +1,87 @@
+"""A tensor as bytes and back, with its strides.
+
+Whether a tensor is channels-last or transposed decides which kernel runs on it, and so the last bits of its result.
+A stage must therefore get its input with the strides it would have if the layer before stood on the same device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in the order of its memory.
+
+    Args:
+        tensor: Any strided tensor. Expanded dimensions (stride 0) are taken once.
+
+    Returns:
+        A contiguous ``uint8`` tensor of shape ``[bytes]`` on the same device; no copy where the tensor is dense.
+    """
+    compact = _compact(tensor.detach().resolve_conj().resolve_neg())
+    return compact.contiguous().view(-1).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`to_bytes`; shares the memory of ``data`` where the layout is dense.
+
+    Args:
+        data: ``uint8`` tensor of shape ``[bytes]``.
+        shape: The tensor's shape.
+        stride: The tensor's strides. They come back exactly, except for a tensor that overlaps itself in memory.
+        dtype: The tensor's type.
+    """
+    elements = data.view(dtype)
+    if _is_dense(shape, stride):
+        return elements.as_strided(shape, stride)
+    order = _memory_order(shape, stride)
+    sizes = _distinct_sizes(shape, stride)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    values = elements.view([sizes[d] for d in order]).permute(inverse)
+    span = 1 + sum((n - 1) * s for n, s in zip(sizes, stride, strict=True))
+    if span < values.numel():
+        return values.contiguous()
+    spread = elements.new_empty(span).as_strided(sizes, stride).copy_(values)
+    return spread.expand(shape)
+
+
+def byte_count(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Length of what :func:`to_bytes` makes of a tensor, in bytes."""
+    count = dtype.itemsize
+    for n in _distinct_sizes(shape, stride):
+        count *= n
+    return count
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, with the same strides."""
+    return from_bytes(to_bytes(tensor).clone(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.permute(_memory_order(tensor.shape, tensor.stride()))
+
+
+def _memory_order(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(shape)), key=lambda dim: -stride[dim])
+
+
+def _distinct_sizes(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
+    return [1 if s == 0 and n > 1 else n for n, s in zip(shape, stride, strict=True)]
+
+
+def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their span of memory without gap or overlap, expanded dimensions aside."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, step in sorted(zip(_distinct_sizes(shape, stride), stride, strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,241 @@
+"""Splits a mini-batch into micro-batches, and merges what comes out.
+
+Mini-batches are pytrees: tuples, lists, dicts, named tuples, and the classes that PyTorch's pytree registry knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+# PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model outputs register with.
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import Tensor
+
+Leaf: TypeAlias = Any
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A flattened pytree.
+
+    Args:
+        leaves: Tensors and constants, in the registry's order.
+        spec: The structure around them; compares by value.
+    """
+
+    leaves: list[Leaf]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any, what: str) -> Tree:
+        """Flatten a value.
+
+        Args:
+            value: Any pytree whose leaves are tensors or constants (None, numbers, strings, …).
+            what: What the value is, for the error.
+
+        Raises:
+            TypeError: If a leaf is something else, whose tensors could not be found.
+        """
+        leaves, spec = tree_flatten(value)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                raise TypeError(
+                    f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't be split or sent:"
+                    " use tensors, numbers, strings and None in tuples, lists, dicts, named tuples or classes"
+                    " registered with PyTorch's pytree registry (torch.utils._pytree.register_dataclass)."
+                )
+        return cls(leaves, spec)
+
+    def value(self) -> Any:
+        """The pytree again."""
+        return tree_unflatten(self.leaves, self.spec)
+
+    def with_leaves(self, leaves: list[Leaf]) -> Tree:
+        """The same structure around other leaves."""
+        return Tree(leaves, self.spec)
+
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a mini-batch is split.
+
+    Args:
+        sizes: Samples in each micro-batch; they differ by one at most, and none is empty.
+        split_leaves: For each leaf whether it is split; the others go to every micro-batch as they are.
+    """
+
+    sizes: tuple[int, ...]
+    split_leaves: tuple[bool, ...]
+
+    @classmethod
+    def plan(cls, batch: Tree, chunks: int) -> Split:
+        """Plan the split of a mini-batch along dimension 0.
+
+        The first tensor that has a dimension tells the number of samples N. Tensors whose first dimension is not N
+        are passed whole. N need not be a multiple of ``chunks``: the sizes are those of ``torch.tensor_split``, and
+        with fewer samples than chunks there are N micro-batches.
+
+        Args:
+            batch: The input of the backbone, tensors ``[N, …]``.
+            chunks: M, the number of micro-batches wanted.
+
+        Raises:
+            ValueError: If the batch has no tensor with a dimension, or no samples.
+        """
+        samples = next((t.shape[0] for t in batch.tensors() if t.ndim), None)
+        if samples is None:
+            raise ValueError(
+                "The backbone's input has no tensor with a batch dimension, so it can't be split into micro-batches."
+                " Give the backbone at least one tensor of shape [batch, ...]."
+            )
+        if samples == 0:
+            raise ValueError("The backbone's input has 0 samples (its first dimension is 0): nothing to split.")
+        count = min(chunks, samples)
+        sizes = tuple(samples // count + (m < samples % count) for m in range(count))
+        split_leaves = tuple(isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == samples for t in batch.leaves)
+        return cls(sizes, split_leaves)
+
+    def scatter(self, batch: Tree) -> list[Tree]:
+        """The micro-batches of a mini-batch, as views of it."""
+        if len(self.sizes) == 1:
+            return [batch]
+        columns = [
+            leaf.split(self.sizes) if split else (leaf,) * len(self.sizes)
+            for leaf, split in zip(batch.leaves, self.split_leaves, strict=True)
+        ]
+        return [batch.with_leaves([column[m] for column in columns]) for m in range(len(self.sizes))]
+
+    def gather_gradients(
+        self, like: Sequence[Tensor], is_split: Sequence[bool], gradients: Sequence[Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """The gradient of the mini-batch's tensors from those of the micro-batches.
+
+        Args:
+            like: The mini-batch's tensors that want a gradient.
+            is_split: For each of them whether it was split.
+            gradients: For each micro-batch, in order, the gradient of each of these tensors; None counts as zeros.
+
+        Returns:
+            For each tensor its gradient, or None if no micro-batch has one. Tensors passed whole get the sum.
+        """
+        merged: list[Tensor | None] = []
+        for i, tensor in enumerate(like):
+            column = [row[i] for row in gradients]
+            present = [g for g in column if g is not None]
+            if not present:
+                merged.append(None)
+            elif not is_split[i]:
+                merged.append(torch.stack(present).sum(0) if len(present) > 1 else present[0])
+            elif len(column) == 1:
+                merged.append(present[0])
+            else:
+                parts = tensor.detach().split(self.sizes)
+                merged.append(
+                    torch.cat([torch.zeros_like(p) if g is None else g for p, g in zip(parts, column, strict=True)])
+                )
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How the outputs of micro-batches became the output of the mini-batch.
+
+    Args:
+        lengths: For each leaf the length of every micro-batch's part along dimension 0, or None for a leaf that is
+            the same for all.
+    """
+
+    lengths: tuple[tuple[int, ...] | None, ...]
+
+    @classmethod
+    def merge(cls, outputs: Sequence[Tree], split: Split, batch: Tree) -> tuple[Tree, Merge]:
+        """Concatenate the outputs of all micro-batches along dimension 0.
+
+        Args:
+            outputs: One tree a micro-batch, without gradients.
+            split: How the input was split.
+            batch: The input: a tensor that was passed whole may come out whole.
+
+        Returns:
+            The mini-batch's output, and how to split its gradient.
+
+        Raises:
+            ValueError: If the micro-batches' outputs differ in structure, or a leaf has neither the batch as its
+                first dimension nor the same value for every micro-batch.
+        """
+        first, sizes = outputs[0], split.sizes
+        whole = {
+            (leaf.shape, leaf.dtype)
+            for leaf, is_split in zip(batch.leaves, split.split_leaves, strict=True)
+            if isinstance(leaf, Tensor) and not is_split
+        }
+        if any(tree.spec != first.spec for tree in outputs):
+            raise ValueError(
+                "The backbone returned different structures for different micro-batches:"
+                f" {sorted({str(tree.spec) for tree in outputs})}. They must be alike to be merged."
+            )
+        leaves: list[Leaf] = []
+        lengths: list[tuple[int, ...] | None] = []
+        for i in range(len(first.leaves)):
+            column = [tree.leaves[i] for tree in outputs]
+            length = _lengths(column, sizes)
+            if length and (column[0].shape, column[0].dtype) in whole and _all_equal(column):
+                length = None
+            if len(column) == 1:
+                leaves.append(column[0])
+            elif length:
+                leaves.append(torch.cat(column))
+            elif _all_equal(column):
+                leaves.append(column[0])
+            else:
+                shape = tuple(column[0].shape) if isinstance(column[0], Tensor) else column[0]
+                raise ValueError(
+                    f"Leaf {i} of the backbone's output ({shape} for the first micro-batch of {sizes[0]} samples) has"
+                    " no batch dimension and differs between micro-batches, so it can't be merged. Return values per"
+                    " sample, shape [batch, ...], and reduce them in the step; or use chunks=1."
+                )
+            lengths.append(length)
+        return first.with_leaves(leaves), cls(tuple(lengths))
+
+    def scatter_gradients(self, gradients: Sequence[Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
+        """The gradient of every micro-batch's output leaves, as views, from those of the merged output."""
+        rows: list[list[Tensor | None]] = [[None] * len(gradients) for _ in range(micro_batches)]
+        for i, (gradient, lengths) in enumerate(zip(gradients, self.lengths, strict=True)):
+            if gradient is None:
+                continue
+            if micro_batches == 1:
+                rows[0][i] = gradient
+            elif lengths is None:  # one value for all: the first micro-batch's was taken
+                rows[0][i] = gradient
+            else:
+                for m, part in enumerate(gradient.split(lengths)):
+                    rows[m][i] = part
+        return rows
+
+
+def _lengths(column: Sequence[Leaf], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Length of each part along dimension 0, if that is a fixed number of rows per sample; None otherwise."""
+    if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in column):
+        return None
+    lengths = tuple(leaf.shape[0] for leaf in column)
+    rows_per_sample = lengths[0] / sizes[0]
+    if any(length != size * rows_per_sample for length, size in zip(lengths, sizes, strict=True)):
+        return None
+    return lengths
+
+
+def _all_equal(column: Sequence[Leaf]) -> bool:
+    first = column[0]
+    if isinstance(first, Tensor):
+        return all(isinstance(leaf, Tensor) and torch.equal(leaf, first) for leaf in column[1:])
+    return all(not isinstance(leaf, Tensor) and leaf == first for leaf in column[1:])

@@ -1,0 +1,328 @@
+"""A module as a pipeline: finds the backbone, cuts it, takes over its call, and gives the module back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_gpipe.backbone import find_backbone
+from lightning_gpipe.cost import (
+    Balance,
+    UntraceableLayer,
+    flop_costs,
+    function_costs,
+    module_flops,
+    parameter_costs,
+)
+from lightning_gpipe.engine import Engine, Links
+from lightning_gpipe.partition import Partition, cut
+from lightning_gpipe.replicated import Replicated
+from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.schedule import Checkpoint
+from lightning_gpipe.stage import Stage
+from lightning_gpipe.state import Skeleton, layers_of, outside_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chose; see :class:`lightning_gpipe.GPipeStrategy`."""
+
+    chunks: int
+    backbone: str | None
+    balance: Balance
+    checkpoint: Checkpoint
+    deferred_batch_norm: bool
+
+
+class Pipeline:
+    """One rank's part of the pipeline that a module became.
+
+    Where the balance needs no input of the backbone the module is cut at once, else when the backbone is first called:
+    its input is not the batch, so nothing else tells its shape. Until then the backbone stays in host memory.
+
+    Args:
+        module: The user's module.
+        settings: What the user chose.
+        links: The process groups.
+        devices: The name of every stage's device, for the table.
+        optimizers: Returns the optimizers.
+        inform: Prints a text on rank 0.
+        warn: Warns on rank 0.
+
+    Raises:
+        ValueError: If the module can't become a pipeline, with what to change.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        links: Links,
+        devices: Sequence[str],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        inform: Callable[[str], object],
+        warn: Callable[[str], object],
+    ) -> None:
+        self.partition: Partition | None = None
+        self._module = module
+        self._settings = settings
+        self._links = links
+        self._control = links.control()
+        self._devices = devices
+        self._optimizers = optimizers
+        self._inform, self._warn = inform, warn
+        self._skeleton: Skeleton | None = None
+        self._engine: Engine | None = None
+        self._replicated: Replicated | None = None
+        self._step: tuple[int, ...] = (0,)
+        self._redirected: list[nn.Module] = []
+        lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise ValueError(f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer does.")
+        self._name = find_backbone(module, settings.backbone, self._known_flops())
+        self._backbone = module.get_submodule(self._name)
+        self._layers = layers_of(self._backbone)
+        if len(self._layers) < links.stages:
+            raise ValueError(
+                f"The backbone '{self._name}' has {len(self._layers)} layers, fewer than {links.stages} stages: use"
+                f" at most {len(self._layers)} devices, or split it into more layers."
+            )
+        sizes = _sizes(settings.balance)
+        if sizes is not None:
+            _check_sizes(sizes, len(self._layers), links.stages, self._name)
+        self._seed = self._control.decide("seed", torch.initial_seed)
+        self._redirect(self._backbone, self._forward)
+
+    # ------------------------------------------------------------------ life
+
+    def to_device(self) -> None:
+        """Move to the device what stands outside the backbone, and cut the backbone if its input isn't needed."""
+        outside = outside_tensors(self._module, self._backbone)
+        for owner in self._module.modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and id(buffer) in outside:
+                    owner._buffers[key] = buffer.to(self._links.device)
+        for parameter in outside.values():
+            if isinstance(parameter, nn.Parameter):
+                parameter.data = parameter.data.to(self._links.device)
+        if self._settings.balance == "params" or _sizes(self._settings.balance) is not None:
+            self._cut(None)
+
+    def adopt_optimizers(self) -> None:
+        """Let the optimizers hold the state of this stage's parameters alone, on its device."""
+        if self._skeleton is not None:
+            self._skeleton.drop_optimizer_state(self._optimizers())
+        for optimizer in self._optimizers():
+            _state_to(optimizer, self._links.device)
+
+    def close(self, restore: bool) -> None:
+        """Give the module back.
+
+        Args:
+            restore: Whether to bring all weights and optimizer state to the first stage's host memory. Collective then.
+        """
+        for module in self._redirected:
+            module.__dict__.pop("forward", None)
+        if self._engine is not None:
+            self._engine.stage.batch_norm.remove()
+            if restore:
+                self._engine.flush()
+        if self._skeleton is None:
+            if restore:
+                self._module.cpu()
+            return
+        if not restore:
+            return
+        states = [self._skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
+        self._skeleton.restore()
+        for optimizer, state in zip(self._optimizers(), states, strict=True):
+            if self._links.is_first:
+                optimizer.load_state_dict(state)
+            _state_to(optimizer, torch.device("cpu"))
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self, *step: int) -> None:
+        """Tell which step comes; see :meth:`lightning_gpipe.engine.Engine.begin_step`."""
+        self._step = step
+        if self._engine is not None:
+            self._engine.begin_step(*step)
+
+    @contextmanager
+    def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:
+        """Run a backward inside this context. Collective.
+
+        Args:
+            loss: The user's loss.
+            retain: Whether the graph is needed once more.
+            synchronize: Whether gradients outside the backbone are summed afterwards.
+
+        Yields:
+            The loss to differentiate on this stage.
+        """
+        if self._engine is None or self._replicated is None:  # no backbone was called: all stages compute the same
+            yield loss
+            return
+        self._replicated.before_backward()
+        yield self._engine.steer(loss, retain)
+        self._engine.finish_backward()
+        if synchronize:
+            self._replicated.synchronize()
+
+    def _forward(self, value: Any) -> Any:
+        if self._engine is None:
+            self._cut(value)
+        if self._engine is None:
+            raise RuntimeError("The backbone was not cut.")
+        return self._engine.forward(value)
+
+    # ------------------------------------------------------------------ state
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """The stage that holds a parameter; None: all do."""
+        return self._skeleton.owner(parameter) if self._skeleton is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`lightning_gpipe.state.Skeleton.state_dict`."""
+        return self._skeleton.state_dict() if self._skeleton is not None else self._module.state_dict()
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`."""
+        if self._skeleton is None:
+            return optimizer.state_dict()
+        return self._skeleton.optimizer_state_dict(optimizer)
+
+    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`lightning_gpipe.state.Skeleton.own_optimizer_state`."""
+        return self._skeleton.own_optimizer_state(optimizer, state) if self._skeleton is not None else state
+
+    # ------------------------------------------------------------------ the cut
+
+    def _cut(self, value: Any) -> None:
+        """Cut the module into stages. Collective.
+
+        Args:
+            value: The backbone's input, where the balance needs it.
+        """
+        # this may run in a user's evaluation step: the tensors made here must be ordinary ones all the same
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            settings, links = self._settings, self._links
+            partition = self._control.decide("partition", lambda: self._decide(value))
+            self.partition = partition
+            outside = outside_share(self._module, self._backbone)
+            self._inform(
+                partition_table(
+                    partition, self._name, self._layers, self._devices, settings.chunks, settings.checkpoint, outside
+                )
+            )
+            if outside > OUTSIDE_LIMIT:
+                self._warn(
+                    f"{outside:.0%} of the parameters are outside the backbone '{self._name}'. Every stage holds and"
+                    " computes them: move what you can into the backbone, or name another one with"
+                    " GPipeStrategy(backbone=...)."
+                )
+            skeleton = Skeleton(self._module, self._name, partition, self._control, links.device)
+            skeleton.cut()
+            self._skeleton = skeleton
+            self.adopt_optimizers()
+            own = partition.stages[links.stage]
+            for index, layer in enumerate(self._layers):
+                if index not in own and layer not in [self._layers[i] for i in own]:
+                    self._redirect(layer, _Elsewhere(index, partition.stage_of(index), links.stage))
+            stage = Stage({i: self._layers[i] for i in own}, links.device, settings.deferred_batch_norm)
+            self._engine = Engine(stage, links, settings.chunks, settings.checkpoint, self._seed)
+            self._engine.begin_step(*self._step)
+            slots = skeleton.replicated
+            buffers = [slot for slot in slots if not slot.is_parameter and slot.tensor.is_floating_point()]
+            self._replicated = Replicated(
+                [slot.tensor for slot in slots if slot.is_parameter], lambda: [slot.tensor for slot in buffers], links
+            )
+
+    def _decide(self, value: Any) -> Partition:
+        balance, stages = self._settings.balance, self._links.stages
+        sizes = _sizes(balance)
+        if sizes is not None:
+            return Partition(sizes, tuple(parameter_costs(self._layers)), "params")
+        costs, unit = parameter_costs(self._layers), "params"
+        if balance == "flops":
+            try:
+                costs, unit = flop_costs(self._layers, value), "flops"
+            except UntraceableLayer as error:
+                self._warn(
+                    f"Layers are balanced by parameters: their operations can't be counted, because {error}. Choose"
+                    " balance='params' or a list of layers per stage to silence this."
+                )
+        elif callable(balance):
+            costs, unit = function_costs(self._layers, value, balance), "cost"
+        return Partition(cut(costs, stages), tuple(costs), unit)
+
+    def _known_flops(self) -> dict[str, float] | None:
+        """Operations by submodule, where the module has an example of its input."""
+        example = getattr(self._module, "example_input_array", None)
+        if self._settings.backbone is not None or example is None:
+            return None
+        try:
+            return module_flops(self._module, example)
+        except UntraceableLayer:
+            return None
+
+    def _redirect(self, module: nn.Module, target: Callable[..., Any]) -> None:
+        module.__dict__["forward"] = _Redirect(target)
+        self._redirected.append(module)
+
+
+class _Redirect:
+    """Stands in for a module's ``forward``; copies of the module share it."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self._target = target
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._target(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _Redirect:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """The forward of a layer that another stage holds."""
+
+    layer: int
+    stage: int
+    here: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"Layer {self.layer} of the backbone is on stage {self.stage}, not on stage {self.here}: call the backbone as"
+            " a whole, not its layers one by one."
+        )
+
+
+def _sizes(balance: Balance) -> tuple[int, ...] | None:
+    """An explicit list of layers per stage, if the balance is one."""
+    return None if isinstance(balance, str) or not isinstance(balance, Sequence) else tuple(balance)
+
+
+def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> None:
+    if len(sizes) != stages or sum(sizes) != layers:
+        raise ValueError(
+            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there are {stages} stages and"
+            f" '{name}' has {layers} layers: give {stages} numbers that add up to {layers}."
+        )
+
+
+def _state_to(optimizer: Optimizer, device: torch.device) -> None:
+    """Move an optimizer's state; its step counters stay where the optimizer put them."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and k != "step"})
+
+

@@ -1,0 +1,81 @@
+"""Gradient clipping over all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_gpipe.engine import Links
+
+Owner = Callable[[Tensor], int | None]
+
+
+class PipelineClipping:
+    """Makes a precision plugin clip by the norm of the whole model's gradients.
+
+    Args:
+        plugin: The Trainer's precision plugin; its class stays what it is.
+        owner: Tells the stage that holds a parameter; None: all do.
+        links: The process groups.
+    """
+
+    def __init__(self, plugin: Precision, owner: Owner, links: Links) -> None:
+        self._plugin = plugin
+        plugin.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, owner, links)
+        plugin.__dict__["clip_grad_by_value"] = partial(_clip_by_value, plugin)
+
+    def remove(self) -> None:
+        """Give the plugin its own methods back."""
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self._plugin.__dict__.pop(name, None)
+
+
+def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> Tensor:
+    """The 2-norm of the gradients of a whole model's parameters. Collective over the pipeline.
+
+    The norm of each parameter's gradient goes to every stage, and all reduce them in the same order, so the result is
+    the same bit for bit whatever the number of stages. Parameters that every stage holds count once.
+
+    Args:
+        parameters: The whole model's, in the same order on every stage; those of other stages without gradient.
+        owner: Tells the stage that holds a parameter; None: all do.
+        links: The process groups.
+
+    Returns:
+        A scalar on this stage's device.
+    """
+    dtypes = [p.dtype for p in parameters]
+    dtype = torch.float32
+    for other in dtypes:
+        dtype = torch.promote_types(dtype, other)
+    norms = torch.zeros(len(parameters), dtype=dtype, device=links.device)
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is not None and (owner(parameter) or 0) == links.stage:
+            norms[i] = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
+    if links.stages > 1:
+        wire = norms.cpu() if links.through_host else norms
+        dist.all_reduce(wire, dist.ReduceOp.SUM, links.down)
+        norms = wire.to(links.device)
+    return torch.linalg.vector_norm(norms)
+
+
+def _clip_by_norm(plugin: Precision, owner: Owner, links: Links, optimizer: Optimizer, clip_val: float) -> None:
+    parameters: list[Any] = list(plugin.main_params(optimizer))
+    total = gradient_norm(parameters, owner, links)
+    scale = (clip_val / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+
+
+def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
+    for parameter in plugin.main_params(optimizer):
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-clip_val, clip_val)

@@ -1,0 +1,281 @@
+"""The whole module's names with one stage's tensors.
+
+Layers of other stages stay in the module on the meta device: names, state-dict keys and the order of the parameters are
+the whole model's, and no memory is used. Parameters keep their identity, because optimizers and the user's code hold
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from lightning_gpipe.control import Control
+from lightning_gpipe.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or buffer of the module.
+
+    Args:
+        names: Its dotted names; several if modules share it.
+        places: The modules that hold it, and its key in each.
+        is_parameter: Whether it is a parameter.
+        owner: The stage that holds it; None: every stage does, because it is used outside the backbone or by several
+            stages.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[tuple[nn.Module, str], ...]
+    is_parameter: bool
+    owner: int | None
+
+    @property
+    def tensor(self) -> Tensor:
+        """What stands there now."""
+        module, key = self.places[0]
+        value = (module._parameters if self.is_parameter else module._buffers)[key]
+        if value is None:
+            raise RuntimeError(f"{self.names[0]} was removed from its module during the run.")
+        return value
+
+    def replace(self, value: Tensor) -> None:
+        """Put another tensor there, on any device; a parameter stays the same object."""
+        if not self.is_parameter:
+            for module, key in self.places:
+                module._buffers[key] = value
+            return
+        parameter = self.tensor
+        other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        other.__dict__.update(parameter.__dict__)
+        try:
+            torch.utils.swap_tensors(parameter, other)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Can't move the parameter {self.names[0]} between stages, because something holds a weak reference to"
+                f" it or to its graph ({error}). Drop graphs and weak references to the model before the Trainer runs."
+            ) from error
+
+    def to(self, device: torch.device) -> None:
+        """Move it, if it isn't on the meta device. A parameter stays the same object."""
+        tensor = self.tensor
+        if tensor.device.type == "meta" or tensor.device == device:
+            return
+        if self.is_parameter:
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)
+        else:
+            self.replace(tensor.to(device))
+
+
+class Skeleton:
+    """The module of one rank.
+
+    Args:
+        module: The user's module.
+        backbone: Dotted name of its backbone.
+        partition: Which layers each stage has.
+        control: The pipeline's control channel.
+        device: Where this stage's tensors go.
+    """
+
+    def __init__(
+        self, module: nn.Module, backbone: str, partition: Partition, control: Control, device: torch.device
+    ) -> None:
+        self._module = module
+        self._backbone = backbone
+        self._partition = partition
+        self._control = control
+        self._device = device
+        _check_batch_norm(module.get_submodule(backbone), partition)
+        self.slots = list(_slots(module, backbone, partition))
+        self._owners = {id(slot.tensor): slot.owner for slot in self.slots if slot.is_parameter}
+
+    @property
+    def replicated(self) -> list[Slot]:
+        """What every stage holds."""
+        return [slot for slot in self.slots if slot.owner is None]
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """The stage that holds a parameter; None: all do."""
+        return self._owners.get(id(parameter))
+
+    def is_here(self, owner: int | None) -> bool:
+        """Whether this stage holds what a stage owns."""
+        return owner is None or owner == self._control.stage
+
+    def cut(self) -> None:
+        """Give every stage its tensors with the first stage's values, and drop the others. Collective."""
+        with torch.no_grad():
+            self._share()
+            for slot in self._owned_elsewhere():
+                if slot.tensor.device.type != "meta":
+                    slot.replace(torch.empty_like(slot.tensor, device="meta"))
+            for slot in self.slots:
+                slot.to(self._device)
+
+    def restore(self) -> None:
+        """Bring what this rank holds to host memory, and the whole module to the first stage's. Collective."""
+        with torch.no_grad():
+            for slot in self.slots:
+                slot.to(torch.device("cpu"))
+            for slot in self.slots:
+                if slot.owner:
+                    value = self._to_first(slot.owner, slot.tensor)
+                    if self._control.stage == 0:
+                        slot.replace(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's state dict. Collective.
+
+        Returns:
+            On the first stage the whole module's, on others the same keys with meta tensors for what isn't there.
+        """
+        state: dict[str, Any] = self._module.state_dict()
+        slots = {name: slot for slot in self.slots for name in slot.names}
+        gathered: dict[str, Any] = {}
+        for key, value in state.items():
+            slot = slots.get(key)
+            owner = slot.owner if slot else self._owner_of_key(key)
+            if owner:
+                name = slot.names[0] if slot else key
+                if name not in gathered:
+                    gathered[name] = self._to_first(owner, value)
+                state[key] = gathered[name]
+        return state
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state dict. Collective.
+
+        Returns:
+            On the first stage that of an optimizer of the whole module; on others their own part.
+        """
+        state: dict[str, Any] = optimizer.state_dict()
+        owners = self._owners_of(optimizer)
+        own = {i: s for i, s in state["state"].items() if self.is_here(owners[i])}
+        for stage in range(1, len(self._control.ranks)):
+            theirs = self._to_first(stage, {i: s for i, s in own.items() if owners[i] == stage})
+            if self._control.stage == 0:
+                own.update(theirs)
+        state["state"] = dict(sorted(own.items()))
+        return state
+
+    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a whole module's optimizer state dict that this stage holds."""
+        owners = self._owners_of(optimizer)
+        return {**state, "state": {i: s for i, s in state["state"].items() if self.is_here(owners[int(i)])}}
+
+    def drop_optimizer_state(self, optimizers: Iterable[Optimizer]) -> None:
+        """Drop the optimizers' state of parameters that other stages hold."""
+        for optimizer in optimizers:
+            for parameter in list(optimizer.state):
+                if not self.is_here(self.owner(parameter)):
+                    del optimizer.state[parameter]
+
+    def _share(self) -> None:
+        """Send the first stage's values to the stages that hold them. Unseeded processes start from others."""
+        values = self._control.broadcast("state", [slot.tensor.data for slot in self.replicated], source=0)
+        for slot, value in zip(self.replicated, values, strict=True):
+            self._set(slot, value)
+        for slot in self.slots:
+            if slot.owner and self._control.stage == 0:
+                self._control.send("state", slot.tensor.data, to=slot.owner)
+            elif slot.owner and self.is_here(slot.owner):
+                self._set(slot, self._control.receive("state", source=0))
+
+    @staticmethod
+    def _set(slot: Slot, value: Tensor) -> None:
+        if slot.tensor.device.type == "meta":
+            slot.replace(value)
+        else:
+            slot.tensor.copy_(value)
+
+    def _owned_elsewhere(self) -> Iterator[Slot]:
+        return (slot for slot in self.slots if not self.is_here(slot.owner))
+
+    def _to_first(self, owner: int, value: Any) -> Any:
+        """Move a value from a stage to the first one, into host memory; other stages keep theirs."""
+        if self._control.stage == owner:
+            self._control.send("state", _to_host(value), to=0)
+        elif self._control.stage == 0:
+            return self._control.receive("state", source=owner)
+        return value
+
+    def _owners_of(self, optimizer: Optimizer) -> list[int | None]:
+        return [self.owner(p) for group in optimizer.param_groups for p in group["params"]]
+
+    def _owner_of_key(self, key: str) -> int | None:
+        """The stage of a state-dict entry that is no parameter or buffer, such as a layer's extra state."""
+        for index, name in enumerate(self._module.get_submodule(self._backbone)._modules):
+            if key.startswith(f"{self._backbone}.{name}."):
+                return self._partition.stage_of(index)
+        return None
+
+
+def layers_of(backbone: nn.Module) -> list[nn.Module]:
+    """The entries of a backbone in order, a module that stands there twice included twice."""
+    return [layer for layer in backbone._modules.values() if layer is not None]
+
+
+def outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]:
+    """Parameters and buffers that stand outside the backbone, by ``id``."""
+    found: dict[int, Tensor] = {}
+    if module is backbone:
+        return found
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        found[id(tensor)] = tensor
+    for child in module.children():
+        found.update(outside_tensors(child, backbone))
+    return found
+
+
+def _slots(module: nn.Module, backbone: str, partition: Partition) -> Iterator[Slot]:
+    body = module.get_submodule(backbone)
+    users: dict[int, set[int | None]] = {key: {None} for key in outside_tensors(module, body)}
+    for index, layer in enumerate(layers_of(body)):
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            users.setdefault(id(tensor), set()).add(partition.stage_of(index))
+    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for values, is_parameter in ((owner._parameters, True), (owner._buffers, False)):
+            for key, tensor in values.items():
+                if tensor is not None:
+                    names, places, _ = found.setdefault(id(tensor), ([], [], is_parameter))
+                    names.append(f"{prefix}.{key}" if prefix else key)
+                    places.append((owner, key))
+    for key, (names, places, is_parameter) in found.items():
+        stages = users.get(key, {None})
+        yield Slot(tuple(names), tuple(places), is_parameter, next(iter(stages)) if len(stages) == 1 else None)
+
+
+def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:
+    """Refuse running statistics that several stages would move."""
+    stages: dict[nn.Module, set[int]] = {}
+    for index, layer in enumerate(layers_of(backbone)):
+        for module in layer.modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                stages.setdefault(module, set()).add(partition.stage_of(index))
+    for module, users in stages.items():
+        if len(users) > 1:
+            raise ValueError(
+                f"One {type(module).__name__} with running statistics is used by stages {sorted(users)}, which can't both"
+                " move them: use one batch-norm layer each, or a `balance` that keeps its users on one stage."
+            )
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_host, value))
+    return value
