@@ -1,8 +1,8 @@
 """What crosses between two stages, and sending it.
 
 A boundary is a pytree. For every micro-batch a link sends a small *header*, always on the host, and then the tensors'
-bytes. The header says "as the last time in this place", or carries the new *signature*: tree, shapes, strides, types.
-So nothing assumes equal micro-batches or steps.
+bytes; small tensors on the host travel in the header. The header says "as the last time in this place", or announces
+a new *signature*: tree, shapes, strides, types. So nothing assumes equal micro-batches or steps.
 
 Receives are posted ahead. A receive needs its size, so the tensors of a micro-batch are received ahead only where the
 signature was the same the last two times. Both ends know that: when it changes all the same, the sender fills the
@@ -14,6 +14,7 @@ made: then its memory is needed.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from torch import Tensor
 from lightning_gpipe import layout
 from lightning_gpipe.microbatch import Tree
 
+_PLACE_AND_SIGNATURE_LENGTH = struct.Struct("<qq")
+_INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
 _HEADER, _BESIDE, _DATA = 1, 2, 3  # message tags, as far as the backend knows tags
 _AHEAD = 2  # micro-batches that a receiver posts ahead
 # Micro-batches that a sender leaves under way before it waits for the oldest: gloo tells of a finished send only to
@@ -35,17 +38,29 @@ _IN_FLIGHT = _AHEAD + 1
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Everything about a tensor but its values."""
+    """Everything about a tensor but its values, and its length in bytes on the wire."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes on the wire."""
-        return layout.byte_count(self.shape, self.stride, self.dtype)
+    @classmethod
+    def of(cls, tensor: Tensor, requires_grad: bool) -> TensorType:
+        """The type of a tensor, and whether the other end returns a gradient for it."""
+        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        return cls(shape, stride, dtype, requires_grad, layout.byte_count(shape, stride, dtype))
+
+    def matches(self, leaf: Any, requires_grad: bool) -> bool:
+        """Whether a leaf has this type."""
+        return (
+            isinstance(leaf, Tensor)
+            and leaf.shape == self.shape
+            and leaf.stride() == self.stride
+            and leaf.dtype == self.dtype
+            and requires_grad == self.requires_grad
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +70,14 @@ class Signature:
     Args:
         spec: The structure.
         leaves: For each leaf its :class:`TensorType`, or its value if it is no tensor.
+        tensor_types: The types of the leaves that are tensors.
+        requires_grad: For each leaf whether it wants a gradient.
     """
 
     spec: Any
     leaves: tuple[Any, ...]
+    tensor_types: tuple[TensorType, ...]
+    requires_grad: tuple[bool, ...]
 
     @classmethod
     def of(cls, tree: Tree, requires_grad: Sequence[bool]) -> Signature:
@@ -68,49 +87,58 @@ class Signature:
             tree: The boundary.
             requires_grad: For each leaf whether the next stage returns its gradient.
         """
-        return cls(
-            tree.spec,
-            tuple(
-                TensorType(leaf.shape, leaf.stride(), leaf.dtype, wants) if isinstance(leaf, Tensor) else leaf
-                for leaf, wants in zip(tree.leaves, requires_grad, strict=True)
-            ),
+        leaves = tuple(
+            TensorType.of(leaf, wants) if isinstance(leaf, Tensor) else leaf
+            for leaf, wants in zip(tree.leaves, requires_grad, strict=True)
         )
+        types = tuple(leaf for leaf in leaves if isinstance(leaf, TensorType))
+        return cls(tree.spec, leaves, types, tuple(requires_grad))
 
-    @property
-    def tensor_types(self) -> list[TensorType]:
-        """The types of the leaves that are tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorType)]
-
-    @property
-    def requires_grad(self) -> list[bool]:
-        """For each leaf whether it wants a gradient."""
-        return [isinstance(leaf, TensorType) and leaf.requires_grad for leaf in self.leaves]
+    def matches(self, tree: Tree, requires_grad: Sequence[bool]) -> bool:
+        """Whether a boundary has this signature; of constants the type counts too (``1 == True`` is not enough)."""
+        return (
+            len(tree.leaves) == len(self.leaves)
+            and all(
+                kind.matches(leaf, wants)
+                if isinstance(kind, TensorType)
+                else type(kind) is type(leaf) and bool(kind == leaf)
+                for kind, leaf, wants in zip(self.leaves, tree.leaves, requires_grad, strict=True)
+            )
+            and tree.spec == self.spec
+        )
 
     def fill(self, tensors: Iterable[Tensor]) -> Tree:
         """A boundary of this signature around the given tensors."""
         values = iter(tensors)
         return Tree([next(values) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves], self.spec)
 
-    def same(self, other: Signature | None) -> bool:
-        """Whether two signatures are equal, the types of their constants included (``1 == True`` is not enough)."""
-        return other is not None and self == other and list(map(type, self.leaves)) == list(map(type, other.leaves))
-
 
 @dataclass(slots=True)
 class _Memory:
-    """What both ends of a link remember of one place in the order of micro-batches."""
+    """What both ends of a link remember of one place in the order of micro-batches.
+
+    Args:
+        signature: The last one.
+        stable: Whether it was the same the last two times: then it is what the receiver expects, and has posted.
+        inline: Lengths of the tensors that then travel in the header, in bytes.
+    """
 
     signature: Signature | None = None
     stable: bool = False
+    inline: tuple[int, ...] = ()
 
     @property
-    def expected(self) -> list[TensorType]:
+    def expected(self) -> tuple[TensorType, ...]:
         """What the receiver has posted ahead."""
-        return self.signature.tensor_types if self.signature is not None and self.stable else []
+        return self.signature.tensor_types if self.signature is not None and self.stable else ()
 
-    def update(self, signature: Signature) -> None:
-        self.stable = signature.same(self.signature)
-        self.signature = signature
+    def update(self, signature: Signature, through_host: bool) -> None:
+        """Remember what was sent; a signature that didn't change is the same object."""
+        stable = signature is self.signature
+        if stable != self.stable:
+            sizes = tuple(kind.nbytes for kind in signature.tensor_types)
+            self.inline = sizes if stable and through_host and 0 < sum(sizes) <= _INLINE else ()
+        self.signature, self.stable = signature, stable
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +150,7 @@ class Channel:
         headers: A gloo group for headers.
         data: The group for the tensors' bytes; of this direction alone, so that neither direction can block the other.
         device: Where the tensors live.
-        through_host: Whether the bytes go through host memory, because ``data`` can't reach the device.
+        through_host: Whether the bytes go through host memory, because ``data`` reaches no other.
     """
 
     peer: int
@@ -160,32 +188,42 @@ class Sender:
         self._sent += 1
         while self._pending and self._pending[0][0] <= self._sent - _IN_FLIGHT:
             self._pending.popleft()[2].wait()
-        memory = self._memory.setdefault(place, _Memory())
-        signature = Signature.of(tree, requires_grad)
-        changed = not signature.same(memory.signature)
+        memory, wire = self._memory.setdefault(place, _Memory()), self.channel.wire_device
+        signature = memory.signature
+        changed = signature is None or not signature.matches(tree, requires_grad)
+        if signature is None or changed:
+            signature = Signature.of(tree, requires_grad)
         blob = pickle.dumps(signature) if changed else b""
-        self._post(torch.tensor([place, len(blob)]), self.channel.headers, _HEADER)
-        mispredicted = changed and memory.stable
-        if mispredicted:
-            for expected in memory.expected:
-                self._post_data(torch.empty(expected.nbytes, dtype=torch.uint8, device=self.channel.wire_device))
+        header = _from_buffer(_PLACE_AND_SIGNATURE_LENGTH.pack(place, len(blob)))
+        data = [layout.to_bytes(tensor).to(wire) for tensor in tree.tensors()]
         if changed:
-            self._post(torch.frombuffer(bytearray(blob), dtype=torch.uint8), self.channel.headers, _BESIDE)
-        for tensor in tree.tensors():
-            data = layout.to_bytes(tensor)
-            if mispredicted:
-                self._post(data.cpu(), self.channel.headers, _BESIDE)
+            posted = [torch.zeros(kind.nbytes, dtype=torch.uint8, device=wire) for kind in memory.expected]
+            self._post_tensors(header, posted, memory)
+            self._post(_from_buffer(blob), self.channel.headers, _BESIDE)
+            if memory.stable:
+                for part in data:
+                    self._post(part.cpu(), self.channel.headers, _BESIDE)
             else:
-                self._post_data(data.to(self.channel.wire_device))
-        memory.update(signature)
+                self._post_data(data)
+        else:
+            self._post_tensors(header, data, memory)
+        memory.update(signature, self.channel.through_host)
 
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""
         while self._pending:
             self._pending.popleft()[2].wait()
 
-    def _post_data(self, data: Tensor) -> None:
-        self._post(data, self.channel.data, _DATA)
+    def _post_tensors(self, header: Tensor, data: Sequence[Tensor], memory: _Memory) -> None:
+        if memory.inline:
+            self._post(torch.cat([header, *data]), self.channel.headers, _HEADER)
+        else:
+            self._post(header, self.channel.headers, _HEADER)
+            self._post_data(data)
+
+    def _post_data(self, data: Iterable[Tensor]) -> None:
+        for part in data:
+            self._post(part, self.channel.data, _DATA)
 
     def _post(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> None:
         if data.numel():
@@ -235,7 +273,7 @@ class Receiver:
         """
         slot = self._slots[0]
         _wait(slot.header_work)
-        arrived, blob_length = slot.header.tolist()
+        arrived, blob_length = slot.header[: _PLACE_AND_SIGNATURE_LENGTH.size].view(torch.int64).tolist()
         if arrived != place or slot.place != place:
             raise RuntimeError(
                 f"Expected micro-batch {place} from rank {self.channel.peer}, but got {arrived}: the two stages do not"
@@ -255,21 +293,26 @@ class Receiver:
             for _, work in slot.data:
                 _wait(work)
             slot.data = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
-        memory.update(signature)
+        memory.update(signature, self.channel.through_host)
         self._slots.popleft()
         self._post_ahead()
         tensors = []
         for kind, (data, work) in zip(signature.tensor_types, slot.data, strict=True):
             _wait(work)
+            if data._is_view():  # a part of a header: memory of its own, and aligned
+                data = data.clone()
             tensors.append(layout.from_bytes(data.to(self.channel.device), kind.shape, kind.stride, kind.dtype))
-        return signature.fill(tensors), signature.requires_grad
+        return signature.fill(tensors), list(signature.requires_grad)
 
     def _post_ahead(self) -> None:
         while self._order and len(self._slots) < _AHEAD:
             place = self._order.popleft()
-            header = torch.empty(2, dtype=torch.int64)
+            memory = self._memory.setdefault(place, _Memory())
+            sizes = (_PLACE_AND_SIGNATURE_LENGTH.size, *memory.inline)
+            header = torch.empty(sum(sizes), dtype=torch.uint8)
             work = dist.irecv(header, self.channel.peer, self.channel.headers, _HEADER)
-            self._slots.append(_Slot(place, self._memory.setdefault(place, _Memory()), header, work))
+            inline = [(part, None) for part in header.split(sizes)[1:]] if memory.inline else None
+            self._slots.append(_Slot(place, memory, header, work, inline))
         for slot in self._slots:
             if slot.data is None:
                 if not slot.memory.stable:
@@ -283,6 +326,10 @@ class Receiver:
     def _post_beside(self, nbytes: int) -> _Pending:
         data = torch.empty(nbytes, dtype=torch.uint8)
         return data, dist.irecv(data, self.channel.peer, self.channel.headers, _BESIDE) if nbytes else None
+
+
+def _from_buffer(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _wait(work: dist.Work | None) -> None:

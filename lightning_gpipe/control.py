@@ -1,14 +1,18 @@
 """Objects between the stages of one pipeline: batches, outputs, decisions, state.
 
-Every message says what it is, so that ranks that don't run the same step get an error instead of each other's data.
+Every message says what it is, so that ranks that don't run the same step get an error instead of each other's data. A
+message is a frame of fixed size, the rest of the pickled object if it is longer, and its large tensors. Small tensors
+are pickled with the object, so that what is sent every step takes one round, and the source doesn't wait for it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -20,10 +24,13 @@ from lightning_gpipe import layout
 Kind: TypeAlias = Literal["batch", "output", "backward", "chain", "partition", "state", "seed"]
 _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = get_args(Kind)
+_KIND_AND_LENGTH = struct.Struct("<qq")
+_FRAME = 1 << 14  # bytes; a step's control message with the generators' states takes about 10,000
+_SMALL = 1 << 11  # bytes up to which a tensor is pickled
 
 
 class _Packer(pickle.Pickler):
-    """Pickles an object, setting its tensors aside."""
+    """Pickles an object, setting large tensors aside."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -33,25 +40,32 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
             return None
-        if id(obj) not in self._seen:
-            self._seen[id(obj)] = len(self.tensors)
+        known = id(obj) in self._seen
+        index = self._seen.setdefault(id(obj), len(self._seen))
+        data = None
+        if obj.device.type == "cpu" and obj.numel() * obj.element_size() <= _SMALL:
+            data = layout.to_bytes(obj).numpy().tobytes()
+        elif not known:
             self.tensors.append(obj)
-        index = self._seen[id(obj)]
-        return index, obj.shape, obj.stride(), obj.dtype, obj.device.type
+        return index, data, obj.shape, obj.stride(), obj.dtype, obj.device.type
 
 
 class _Unpacker(pickle.Unpickler):
     """The inverse; fetches each tensor where the object first needs it, which is the order in which they were packed."""
 
-    def __init__(self, file: io.BytesIO, fetch: Any) -> None:
-        super().__init__(file)
+    def __init__(self, blob: bytes, fetch: Callable[[int, str], Tensor]) -> None:
+        super().__init__(io.BytesIO(blob))
         self._fetch = fetch
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: Any) -> Tensor:
-        index, *kind = pid
+        index, data, shape, stride, dtype, device_type = pid
         if index not in self._tensors:
-            self._tensors[index] = self._fetch(*kind)
+            if data is None:
+                part = self._fetch(layout.byte_count(shape, stride, dtype), device_type)
+            else:
+                part = _tensor(data)
+            self._tensors[index] = layout.from_bytes(part, shape, stride, dtype)
         return self._tensors[index]
 
 
@@ -72,6 +86,7 @@ class Control:
     host: dist.ProcessGroup
     data: dist.ProcessGroup
     device: torch.device
+    _pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def broadcast(self, kind: Kind, value: Any, source: int) -> Any:
         """Give every stage an object. Collective over the pipeline.
@@ -93,28 +108,24 @@ class Control:
         rank = self.ranks[source]
         if self.stage == source:
             blob, tensors = _pack(value)
-            dist.broadcast(torch.tensor([_KINDS.index(kind), len(blob)]), rank, self.host)
-            dist.broadcast(torch.frombuffer(bytearray(blob), dtype=torch.uint8), rank, self.host)
+            for part in _frames(kind, blob):
+                self._post(part, rank, self.host)
             for tensor in tensors:
                 wire, group = self._route(tensor.device.type)
-                data = layout.to_bytes(tensor).to(wire)
-                if data.numel():
-                    dist.broadcast(data, rank, group)
+                self._post(layout.to_bytes(tensor).to(wire), rank, group)
             return value
 
-        def fetch(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device_type: str) -> Tensor:
-            wire, group = self._route(device_type)
-            data = torch.empty(layout.byte_count(shape, stride, dtype), dtype=torch.uint8, device=wire)
+        def receive(data: Tensor, group: dist.ProcessGroup) -> Tensor:
             if data.numel():
                 dist.broadcast(data, rank, group)
-            return layout.from_bytes(self._home(data, device_type), shape, stride, dtype)
+            return data
 
-        header = torch.empty(2, dtype=torch.int64)
-        dist.broadcast(header, rank, self.host)
-        blob_length = self._check(header, kind, source)
-        received = torch.empty(blob_length, dtype=torch.uint8)
-        dist.broadcast(received, rank, self.host)
-        return _Unpacker(io.BytesIO(received.numpy().tobytes()), fetch).load()
+        def fetch(length: int, device_type: str) -> Tensor:
+            wire, group = self._route(device_type)
+            data = receive(torch.empty(length, dtype=torch.uint8, device=wire), group)
+            return data if device_type == "cpu" else data.to(self.device)
+
+        return self._unpack(kind, source, lambda data: receive(data, self.host), fetch)
 
     def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
         """Let the first stage decide, and all know. Collective over the pipeline.
@@ -142,13 +153,9 @@ class Control:
     def send(self, kind: Kind, value: Any, to: int) -> None:
         """Send an object to one stage, through the host, and wait until it is gone. The other end must receive it."""
         blob, tensors = _pack(value)
-        rank = self.ranks[to]
-        dist.send(torch.tensor([_KINDS.index(kind), len(blob)]), rank, self.host)
-        dist.send(torch.frombuffer(bytearray(blob), dtype=torch.uint8), rank, self.host)
-        for tensor in tensors:
-            data = layout.to_bytes(tensor).cpu()
-            if data.numel():
-                dist.send(data, rank, self.host)
+        for part in (*_frames(kind, blob), *(layout.to_bytes(tensor).cpu() for tensor in tensors)):
+            if part.numel():
+                dist.send(part, self.ranks[to], self.host)
 
     def receive(self, kind: Kind, source: int) -> Any:
         """Receive what a stage sends with :meth:`send`. Tensors from a device arrive on this rank's device.
@@ -156,19 +163,42 @@ class Control:
         Raises:
             RuntimeError: If the source sent something else: the ranks don't run the same step.
         """
-        rank = self.ranks[source]
 
-        def fetch(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device_type: str) -> Tensor:
-            data = torch.empty(layout.byte_count(shape, stride, dtype), dtype=torch.uint8)
+        def receive(data: Tensor) -> Tensor:
             if data.numel():
-                dist.recv(data, rank, self.host)
-            return layout.from_bytes(self._home(data, device_type), shape, stride, dtype)
+                dist.recv(data, self.ranks[source], self.host)
+            return data
 
-        header = torch.empty(2, dtype=torch.int64)
-        dist.recv(header, rank, self.host)
-        received = torch.empty(self._check(header, kind, source), dtype=torch.uint8)
-        dist.recv(received, rank, self.host)
-        return _Unpacker(io.BytesIO(received.numpy().tobytes()), fetch).load()
+        def fetch(length: int, device_type: str) -> Tensor:
+            data = receive(torch.empty(length, dtype=torch.uint8))
+            return data if device_type == "cpu" else data.to(self.device)
+
+        return self._unpack(kind, source, receive, fetch)
+
+    def _post(self, data: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+        """Broadcast from here without waiting for the others."""
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()[0].wait()  # raises what went wrong
+        if data.numel():
+            work = dist.broadcast(data, rank, group, async_op=True)
+            if work is not None:
+                self._pending.append((work, data))
+
+    def _unpack(
+        self, kind: Kind, source: int, receive: Callable[[Tensor], Tensor], fetch: Callable[[int, str], Tensor]
+    ) -> Any:
+        frame = receive(torch.empty(_FRAME, dtype=torch.uint8)).numpy().tobytes()
+        code, length = _KIND_AND_LENGTH.unpack_from(frame)
+        if _KINDS[code] != kind:
+            raise RuntimeError(
+                f"Stage {self.stage} (rank {self.ranks[self.stage]}) expected a message of kind '{kind}' from stage"
+                f" {source} (rank {self.ranks[source]}), which sent '{_KINDS[code]}': the stages do not run the same"
+                " step. Call the model and the Trainer on every rank alike, never under `if rank == 0`."
+            )
+        blob = frame[_KIND_AND_LENGTH.size : _KIND_AND_LENGTH.size + length]
+        if len(blob) < length:
+            blob += receive(torch.empty(length - len(blob), dtype=torch.uint8)).numpy().tobytes()
+        return _Unpacker(blob, fetch).load()
 
     def _route(self, device_type: str) -> tuple[torch.device, dist.ProcessGroup]:
         """Where a tensor travels: on the device if a group reaches it, else through the host."""
@@ -176,19 +206,16 @@ class Control:
             return torch.device("cpu"), self.host
         return self.device, self.data
 
-    def _home(self, data: Tensor, device_type: str) -> Tensor:
-        return data if device_type == "cpu" else data.to(self.device)
 
-    def _check(self, header: Tensor, kind: Kind, source: int) -> int:
-        """Check a message's kind; returns the length of what follows, in bytes."""
-        code, length = header.tolist()
-        if _KINDS[code] != kind:
-            raise RuntimeError(
-                f"Stage {self.stage} (rank {self.ranks[self.stage]}) expected a message of kind '{kind}' from stage"
-                f" {source} (rank {self.ranks[source]}), which sent '{_KINDS[code]}': the stages do not run the same"
-                " step. Call the model and the Trainer on every rank alike, never under `if rank == 0`."
-            )
-        return int(length)
+def _frames(kind: Kind, blob: bytes) -> list[Tensor]:
+    """A pickled object as a frame, and a second part if it is longer."""
+    room = _FRAME - _KIND_AND_LENGTH.size
+    frame = _KIND_AND_LENGTH.pack(_KINDS.index(kind), len(blob)) + blob[:room]
+    return [_tensor(frame.ljust(_FRAME, b"\0")), *([_tensor(blob[room:])] if len(blob) > room else [])]
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _pack(value: Any) -> tuple[bytes, list[Tensor]]:

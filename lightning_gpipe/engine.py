@@ -42,7 +42,7 @@ class Links:
         host: gloo group for control messages and headers.
         down: Group for activations.
         up: Group for gradients.
-        through_host: Whether ``down`` and ``up`` can't reach the device.
+        through_host: Whether ``down`` and ``up`` reach host memory only.
     """
 
     stage: int

@@ -19,7 +19,9 @@ def to_bytes(tensor: Tensor) -> Tensor:
     Returns:
         A contiguous ``uint8`` tensor of shape ``[bytes]`` on the same device; no copy where the tensor is dense.
     """
-    compact = _compact(tensor.detach().resolve_conj().resolve_neg())
+    compact = tensor.detach().resolve_conj().resolve_neg()
+    if not compact.is_contiguous():
+        compact = _compact(compact)
     return compact.contiguous().view(-1).view(torch.uint8)
 
 
@@ -56,6 +58,8 @@ def byte_count(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -
 
 def copy(tensor: Tensor) -> Tensor:
     """A copy in memory of its own, with the same strides."""
+    if tensor.is_contiguous():
+        return tensor.clone()
     return from_bytes(to_bytes(tensor).clone(), tensor.shape, tensor.stride(), tensor.dtype)
 
 

@@ -27,7 +27,7 @@ from lightning_gpipe.replicated import Replicated
 from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.schedule import Checkpoint
 from lightning_gpipe.stage import Stage
-from lightning_gpipe.state import Skeleton, layers_of, outside_tensors
+from lightning_gpipe.state import Skeleton, layers_of, share_outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,7 @@ class Pipeline:
 
     def to_device(self) -> None:
         """Move to the device what stands outside the backbone, and cut the backbone if its input isn't needed."""
-        outside = outside_tensors(self._module, self._backbone)
-        for owner in self._module.modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None and id(buffer) in outside:
-                    owner._buffers[key] = buffer.to(self._links.device)
-        for parameter in outside.values():
-            if isinstance(parameter, nn.Parameter):
-                parameter.data = parameter.data.to(self._links.device)
+        share_outside(self._module, self._backbone, self._control, self._links.device)
         if self._settings.balance == "params" or _sizes(self._settings.balance) is not None:
             self._cut(None)
 
@@ -222,7 +215,7 @@ class Pipeline:
                     partition, self._name, self._layers, self._devices, settings.chunks, settings.checkpoint, outside
                 )
             )
-            if outside > OUTSIDE_LIMIT:
+            if outside > OUTSIDE_LIMIT and links.stages > 1:
                 self._warn(
                     f"{outside:.0%} of the parameters are outside the backbone '{self._name}'. Every stage holds and"
                     " computes them: move what you can into the backbone, or name another one with"

@@ -30,12 +30,14 @@ class Slot:
         is_parameter: Whether it is a parameter.
         owner: The stage that holds it; None: every stage does, because it is used outside the backbone or by several
             stages.
+        is_outside: Whether it is used outside the backbone.
     """
 
     names: tuple[str, ...]
     places: tuple[tuple[nn.Module, str], ...]
     is_parameter: bool
     owner: int | None
+    is_outside: bool
 
     @property
     def tensor(self) -> Tensor:
@@ -113,14 +115,18 @@ class Skeleton:
         return owner is None or owner == self._control.stage
 
     def cut(self) -> None:
-        """Give every stage its tensors with the first stage's values, and drop the others. Collective."""
+        """Give every stage its layers' tensors with the first stage's values, and drop the others. Collective.
+
+        What stands outside the backbone stays as it is: it may be in use already. See :func:`share_outside`.
+        """
         with torch.no_grad():
             self._share()
             for slot in self._owned_elsewhere():
                 if slot.tensor.device.type != "meta":
                     slot.replace(torch.empty_like(slot.tensor, device="meta"))
             for slot in self.slots:
-                slot.to(self._device)
+                if not slot.is_outside:
+                    slot.to(self._device)
 
     def restore(self) -> None:
         """Bring what this rank holds to host memory, and the whole module to the first stage's. Collective."""
@@ -182,8 +188,9 @@ class Skeleton:
 
     def _share(self) -> None:
         """Send the first stage's values to the stages that hold them. Unseeded processes start from others."""
-        values = self._control.broadcast("state", [slot.tensor.data for slot in self.replicated], source=0)
-        for slot, value in zip(self.replicated, values, strict=True):
+        shared = [slot for slot in self.replicated if not slot.is_outside]
+        values = self._control.broadcast("state", [slot.tensor.data for slot in shared], source=0)
+        for slot, value in zip(shared, values, strict=True):
             self._set(slot, value)
         for slot in self.slots:
             if slot.owner and self._control.stage == 0:
@@ -225,21 +232,48 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
-def outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]:
-    """Parameters and buffers that stand outside the backbone, by ``id``."""
-    found: dict[int, Tensor] = {}
+def share_outside(module: nn.Module, backbone: nn.Module, control: Control, device: torch.device) -> None:
+    """Move what stands outside the backbone to the device, with the first stage's values. Collective.
+
+    Args:
+        module: The user's module.
+        backbone: The part of it that is cut.
+        control: The pipeline's control channel.
+        device: This stage's device.
+    """
+    with torch.no_grad():
+        for owner, key in _outside_places(module, backbone):
+            parameter, buffer = owner._parameters.get(key), owner._buffers.get(key)
+            if parameter is not None:
+                parameter.data = parameter.data.to(device)
+            elif buffer is not None:
+                owner._buffers[key] = buffer.to(device)
+        tensors = list(_outside_tensors(module, backbone).values())
+        values = control.broadcast("state", [tensor.data for tensor in tensors], source=0)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+def _outside_places(module: nn.Module, backbone: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     if module is backbone:
-        return found
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        found[id(tensor)] = tensor
+        return
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield module, key
     for child in module.children():
-        found.update(outside_tensors(child, backbone))
-    return found
+        yield from _outside_places(child, backbone)
+
+
+def _outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]:
+    """Parameters and buffers that stand outside the backbone, by ``id``."""
+    tensors = [getattr(owner, key) for owner, key in _outside_places(module, backbone)]
+    return {id(tensor): tensor for tensor in tensors}
 
 
 def _slots(module: nn.Module, backbone: str, partition: Partition) -> Iterator[Slot]:
     body = module.get_submodule(backbone)
-    users: dict[int, set[int | None]] = {key: {None} for key in outside_tensors(module, body)}
+    outside = _outside_tensors(module, body)
+    users: dict[int, set[int | None]] = {key: {None} for key in outside}
     for index, layer in enumerate(layers_of(body)):
         for tensor in (*layer.parameters(), *layer.buffers()):
             users.setdefault(id(tensor), set()).add(partition.stage_of(index))
@@ -253,7 +287,8 @@ def _slots(module: nn.Module, backbone: str, partition: Partition) -> Iterator[S
                     places.append((owner, key))
     for key, (names, places, is_parameter) in found.items():
         stages = users.get(key, {None})
-        yield Slot(tuple(names), tuple(places), is_parameter, next(iter(stages)) if len(stages) == 1 else None)
+        owner_stage = next(iter(stages)) if len(stages) == 1 else None
+        yield Slot(tuple(names), tuple(places), is_parameter, owner_stage, key in outside)
 
 
 def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:

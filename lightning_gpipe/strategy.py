@@ -210,7 +210,7 @@ class GPipeStrategy(ParallelStrategy):
                 dist.new_group(ranks, timeout=self._timeout, backend=kind) for kind in ("gloo", backend, backend)
             )
             if self.global_rank in ranks:
-                through_host = backend == "gloo" and device.type != "cpu"
+                through_host = backend == "gloo"
                 links = Links(self.stage, tuple(ranks), device, host, down, up, through_host)
         if links is None:
             raise RuntimeError(f"Rank {self.global_rank} has no place in {self.world_size} processes.")

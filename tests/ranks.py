@@ -1,0 +1,135 @@
+"""Runs test functions on several processes, with a deadline.
+
+Processes start once per world size and run many functions: starting them costs seconds, importing Lightning most of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
+_pools: dict[int, Pool] = {}
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; carries the rank's traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call a function on every rank of a world of gloo processes.
+
+    Args:
+        function: A module-level function; inside, Lightning finds a cluster of ``world_size`` processes on one node.
+        world_size: Number of processes.
+        args: Its arguments.
+        timeout_s: Deadline for all ranks together.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        RankError: With the traceback of the first rank that failed, or the ranks that missed the deadline.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        for other in list(_pools):  # one world at a time: these machines have few cores and little memory
+            _pools.pop(other).stop()
+        pool = _pools[world_size] = Pool(world_size)
+    try:
+        return pool.call(function, args, timeout_s)
+    except RankError:
+        _pools.pop(world_size).stop()
+        raise
+
+
+class Pool:
+    """A world of processes that wait for functions."""
+
+    def __init__(self, world_size: int) -> None:
+        self._store = tempfile.NamedTemporaryFile(prefix="gpipe-store-")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_serve, args=(theirs, rank, world_size, self._store.name, os.getcwd()), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        waiting = dict(enumerate(self._pipes))
+        results: dict[int, Any] = {}
+        end = time.monotonic() + timeout_s
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting.values(), max(0.0, end - time.monotonic()))
+            if not ready:
+                raise RankError(f"{function.__name__}: ranks {sorted(waiting)} did not end within {timeout_s} s")
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    failed, value = waiting.pop(rank).recv()
+                except EOFError:
+                    raise RankError(f"{function.__name__}: rank {rank} died") from None
+                if failed:
+                    raise RankError(f"{function.__name__} failed on rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._store.close()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, store: str, cwd: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        OMP_NUM_THREADS="1",
+    )
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the pool is gone; peers that are stuck must not keep this rank alive
+        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+        try:
+            pipe.send((False, function(*args)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+@atexit.register
+def _stop_pools() -> None:
+    for pool in list(_pools.values()):
+        pool.stop()
+    _pools.clear()

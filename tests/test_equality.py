@@ -1,0 +1,94 @@
+"""The heart: whatever the module, the number of stages and the mode, the weights are a plain Trainer's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import run_ranks
+
+STEPS = 5
+CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
+    "plain": (models.Module, 4),
+    "plain, one micro-batch": (models.Module, 1),
+    "around": (models.Around, 4),
+    "skip": (models.Skip, 4),
+    "two calls": (models.TwoCalls, 3),
+    "chained": (models.Chained, 4),
+    "shared weights": (models.Shared, 4),
+    "same module twice": (models.SameModule, 3),
+    "in place": (models.InPlace, 3),
+    "trees": (models.Trees, 3),
+    "lengths": (models.Lengths, 4),
+    "flattened": (models.Flattened, 3),
+    "ten samples": (models.Ten, 4),
+    "few samples": (models.Few, 8),
+    "frozen": (models.Frozen, 8),
+    "accumulation": (models.Around, 4),
+}
+MODES = ("always", "except_last", "never")
+
+
+def train(module: L.LightningModule, steps: int = STEPS, **options: Any) -> dict[str, torch.Tensor]:
+    """Train a module without a word, and return its whole state."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module)
+    return module.state_dict()
+
+
+def options_of(case: str) -> dict[str, Any]:
+    return {"accumulate_grad_batches": 3} if case == "accumulation" else {}
+
+
+def pipeline_runs(case: str, stages: int, initial: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], Any]:
+    """Train a case in every mode with every optimizer on this rank."""
+    kind, chunks = CASES[case]
+    results = {}
+    for optimizer, state in initial.items():
+        for mode in MODES:
+            module = kind(optimizer)
+            if int(torch.distributed.get_rank()) == 0:  # the other stages must get the first one's weights
+                module.load_state_dict(state)
+            strategy = GPipeStrategy(chunks, stages=stages, checkpoint=mode)
+            results[optimizer, mode] = train(module, devices=stages, strategy=strategy, **options_of(case))
+    return results
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
+    kind, _ = CASES[case]
+    initial, expected = {}, {}
+    for optimizer in ("adamw", "sgd"):
+        torch.manual_seed(1)
+        module = kind(optimizer)
+        initial[optimizer] = copy.deepcopy(module.state_dict())
+        expected[optimizer] = train(module, devices=1, **options_of(case))
+        for name, parameter in module.named_parameters():
+            moved = not torch.equal(parameter, initial[optimizer][name])
+            assert moved == parameter.requires_grad, f"{name} should {'' if parameter.requires_grad else 'not '}move"
+    whole = run_ranks(pipeline_runs, stages, case, stages, initial)[0]
+    for (optimizer, mode), state in whole.items():
+        assert list(state) == list(expected[optimizer])
+        for name, tensor in state.items():
+            torch.testing.assert_close(
+                tensor,
+                expected[optimizer][name],
+                rtol=0,
+                atol=1e-10,
+                msg=lambda text, name=name, optimizer=optimizer, mode=mode: f"{name} ({optimizer}, {mode}): {text}",
+            )
