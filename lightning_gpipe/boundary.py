@@ -30,7 +30,7 @@ from lightning_gpipe.microbatch import Tree
 _PLACE_AND_SIGNATURE_LENGTH = struct.Struct("<qq")
 _INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
 _HEADER, _BESIDE, _DATA = 1, 2, 3  # message tags, as far as the backend knows tags
-_AHEAD = 2  # micro-batches that a receiver posts ahead
+_AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones all, while it still waits for the first
 # Micro-batches that a sender leaves under way before it waits for the oldest: gloo tells of a finished send only to
 # who waits for it. The receiver has posted its receives by then unless it is behind, and then there is nothing to win.
 _IN_FLIGHT = _AHEAD + 1
@@ -305,9 +305,11 @@ class Receiver:
         return signature.fill(tensors), list(signature.requires_grad)
 
     def _post_ahead(self) -> None:
-        while self._order and len(self._slots) < _AHEAD:
+        while self._order:
+            memory = self._memory.setdefault(self._order[0], _Memory())
+            if len(self._slots) >= _AHEAD and not memory.inline:
+                break
             place = self._order.popleft()
-            memory = self._memory.setdefault(place, _Memory())
             sizes = (_PLACE_AND_SIGNATURE_LENGTH.size, *memory.inline)
             header = torch.empty(sum(sizes), dtype=torch.uint8)
             work = dist.irecv(header, self.channel.peer, self.channel.headers, _HEADER)
