@@ -175,6 +175,11 @@ class Control:
 
         return self._unpack(kind, source, receive, fetch)
 
+    def flush(self) -> None:
+        """Wait until everything broadcast from here has arrived."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
     def _post(self, data: Tensor, rank: int, group: dist.ProcessGroup) -> None:
         """Broadcast from here without waiting for the others."""
         while self._pending and self._pending[0][0].is_completed():

@@ -28,6 +28,8 @@ class PipelineLoader:
     """
 
     def __init__(self, loader: Iterable[Any], control: Control) -> None:
+        if isinstance(loader, PipelineLoader):  # wrapped for an earlier run
+            loader = loader.__dict__["_loader"]
         self.__dict__["_loader"] = loader
         self.__dict__["_control"] = control
 

@@ -72,6 +72,12 @@ class Links:
         """The control channel."""
         return Control(self.stage, self.ranks, self.host, self.host if self.through_host else self.down, self.device)
 
+    def close(self) -> None:
+        """Destroy the groups, once every stage is through with them. Collective."""
+        dist.barrier(self.host)
+        for group in (self.host, self.down, self.up):
+            dist.destroy_process_group(group)
+
     def channel(self, neighbour: int, data: dist.ProcessGroup) -> Channel | None:
         """The channel to a neighbouring stage, if there is one."""
         if not 0 <= neighbour < self.stages:
@@ -157,6 +163,7 @@ class Engine:
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()
+        self.control.flush()
 
     # ------------------------------------------------------------------ forward
 

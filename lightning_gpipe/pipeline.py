@@ -125,7 +125,9 @@ class Pipeline:
             module.__dict__.pop("forward", None)
         if self._engine is not None:
             self._engine.stage.batch_norm.remove()
-            if restore:
+        if restore:
+            self._control.flush()
+            if self._engine is not None:
                 self._engine.flush()
         if self._skeleton is None:
             if restore:

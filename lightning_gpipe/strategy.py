@@ -343,7 +343,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: Any) -> object:
         """Let the first stage read the data for all."""
-        if self._control is None or self.stages == 1 or isinstance(dataloader, PipelineLoader):
+        if self._control is None or self.stages == 1:
             return dataloader
         return PipelineLoader(dataloader, self._control)
 
@@ -418,9 +418,13 @@ class GPipeStrategy(ParallelStrategy):
             self._clipping.remove()
             self._clipping = None
         module = self.lightning_module
-        if pipeline is not None and module is not None:
-            interrupted = module._trainer is None or module._trainer.state.status == TrainerStatus.INTERRUPTED
+        interrupted = module is None or module._trainer is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if pipeline is not None:
             pipeline.close(restore=not interrupted)
+        if self._control is not None and self._links is not None and not interrupted:
+            self._control.flush()
+            self._links.close()
+        self._links = self._control = None
         for metric in module.modules() if module is not None else ():
             if isinstance(metric, Metric) and metric.distributed_available_fn is _not_distributed:
                 metric.distributed_available_fn = dist.is_initialized

@@ -45,8 +45,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     pool = _pools.get(world_size)
     if pool is None:
-        for other in list(_pools):  # one world at a time: these machines have few cores and little memory
-            _pools.pop(other).stop()
         pool = _pools[world_size] = Pool(world_size)
     try:
         return pool.call(function, args, timeout_s)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.ranks import run_ranks
+from tests.training import train
 
 STEPS = 5
 CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
@@ -35,21 +35,6 @@ CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
 MODES = ("always", "except_last", "never")
 
 
-def train(module: L.LightningModule, steps: int = STEPS, **options: Any) -> dict[str, torch.Tensor]:
-    """Train a module without a word, and return its whole state."""
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module)
-    return module.state_dict()
-
-
 def options_of(case: str) -> dict[str, Any]:
     return {"accumulate_grad_batches": 3} if case == "accumulation" else {}
 
@@ -64,12 +49,12 @@ def pipeline_runs(case: str, stages: int, initial: dict[str, dict[str, torch.Ten
             if int(torch.distributed.get_rank()) == 0:  # the other stages must get the first one's weights
                 module.load_state_dict(state)
             strategy = GPipeStrategy(chunks, stages=stages, checkpoint=mode)
-            results[optimizer, mode] = train(module, devices=stages, strategy=strategy, **options_of(case))
+            results[optimizer, mode] = train(module, max_steps=STEPS, devices=stages, strategy=strategy, **options_of(case))
     return results
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
     kind, _ = CASES[case]
     initial, expected = {}, {}
@@ -77,7 +62,7 @@ def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
         torch.manual_seed(1)
         module = kind(optimizer)
         initial[optimizer] = copy.deepcopy(module.state_dict())
-        expected[optimizer] = train(module, devices=1, **options_of(case))
+        expected[optimizer] = train(module, max_steps=STEPS, devices=1, **options_of(case))
         for name, parameter in module.named_parameters():
             moved = not torch.equal(parameter, initial[optimizer][name])
             assert moved == parameter.requires_grad, f"{name} should {'' if parameter.requires_grad else 'not '}move"
