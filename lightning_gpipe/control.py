@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_gpipe import layout
 
-Kind: TypeAlias = Literal["batch", "output", "backward", "chain", "partition", "state", "seed"]
+Kind: TypeAlias = Literal["batch", "call", "output", "backward", "chain", "partition", "state", "seed"]
 _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _KIND_AND_LENGTH = struct.Struct("<qq")

@@ -183,6 +183,7 @@ class Engine:
         self._calls += 1
         self._calls_in_step += 1
         key = (self._seed, *self._step, self._calls_in_step)
+        self._check_call(key)
         call = Call(
             self._calls,
             Setting.current(key, self.links.device),
@@ -195,6 +196,16 @@ class Engine:
         output = self._share_output(call, batch, outputs)
         self.stage.batch_norm.finish()
         return self._join(call, batch, output)
+
+    def _check_call(self, key: tuple[int, ...]) -> None:
+        """Check that every stage is at the same call: a message of another kind, or another step, is an error."""
+        first = self.control.broadcast("call", key, source=0)
+        if first != key:
+            raise RuntimeError(
+                f"Stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is at call {key[-1]} of step"
+                f" {key[1:-1]}, stage 0 at call {first[-1]} of step {first[1:-1]}. Call the backbone on every rank alike,"
+                " never under `if rank == 0`."
+            )
 
     def _run_forwards(self, call: Call, batch: Tree) -> list[Tree]:
         """Run a call's forward actions; returns the outputs of this stage that no other stage gets: the last one's."""

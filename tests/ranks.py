@@ -63,7 +63,7 @@ class Pool:
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(
-                target=_serve, args=(theirs, rank, world_size, self._store.name, os.getcwd()), daemon=True
+                target=_serve, args=(theirs, rank, world_size, self._store.name)
             )
             process.start()
             theirs.close()
@@ -101,7 +101,7 @@ class Pool:
         self._store.close()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store: str, cwd: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         LOCAL_RANK=str(rank),
@@ -121,9 +121,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, cwd: str) -
             os._exit(0)  # the pool is gone; peers that are stuck must not keep this rank alive
         os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
         try:
-            pipe.send((False, function(*args)))
+            answer = False, function(*args)
         except BaseException:
-            pipe.send((True, traceback.format_exc()))
+            answer = True, traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:
+            os._exit(1)
 
 
 @atexit.register

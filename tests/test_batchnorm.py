@@ -1,0 +1,117 @@
+"""Running statistics of batch norm are those of the mini-batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.batchnorm import DeferredBatchNorm
+from tests.ranks import run_ranks
+from tests.training import train
+
+
+class Normalised(L.LightningModule):
+    """Batch norm first in the backbone, and again behind a convolution."""
+
+    def __init__(self, data: Tensor, batch_size: int, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.data, self.batch_size = data, batch_size
+        self.backbone = nn.Sequential(
+            nn.BatchNorm2d(3, momentum=momentum), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+        ).to(data.dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.backbone(batch[0]).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.data), batch_size=self.batch_size)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def pipeline_state(module: Normalised, stages: int, chunks: int, mode: str, deferred: bool = True) -> dict[str, Tensor]:
+    strategy = GPipeStrategy(chunks, checkpoint=mode, deferred_batch_norm=deferred)  # type: ignore[arg-type]
+    return train(copy.deepcopy(module), max_epochs=1, devices=stages, strategy=strategy)
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_one_micro_batch_equals_a_plain_trainer(mode: str, deferred: bool) -> None:
+    torch.manual_seed(0)
+    module = Normalised(torch.randn(24, 3, 6, 6, dtype=torch.float64), 8)
+    expected = train(copy.deepcopy(module), max_epochs=1, devices=1)
+    for stages in (1, 2):
+        state = run_ranks(pipeline_state, stages, module, stages, 1, mode, deferred)[0]
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    ("dtype", "mean", "tolerance"),
+    [(torch.float64, 0.0, {"rtol": 0, "atol": 1e-10}), (torch.float32, 1000.0, {"rtol": 1e-5, "atol": 0})],
+)
+def test_running_statistics_are_the_mini_batchs(
+    dtype: torch.dtype, mean: float, tolerance: dict[str, float], momentum: float | None
+) -> None:
+    torch.manual_seed(0)
+    data = torch.randn(3 * 34, 3, 32, 32, dtype=dtype) + mean  # 34 samples in 4 micro-batches: 9, 9, 8, 8
+    module = Normalised(data, 34, momentum)
+    reference = nn.BatchNorm2d(3, momentum=momentum).double()
+    for batch in data.double().split(34):
+        reference(batch)
+    for stages, mode in ((1, "always"), (2, "except_last")):
+        state = run_ranks(pipeline_state, stages, module, stages, 4, mode)[0]
+        for name, expected in reference.named_buffers():
+            torch.testing.assert_close(state[f"backbone.0.{name}"].to(expected.dtype), expected, **tolerance)
+
+
+def test_not_deferred_statistics_move_with_every_micro_batch() -> None:
+    torch.manual_seed(0)
+    module = Normalised(torch.randn(8, 3, 6, 6, dtype=torch.float64), 8)
+    state = run_ranks(pipeline_state, 1, module, 1, 4, "always", False)[0]
+    assert state["backbone.0.num_batches_tracked"] == 4
+    reference = nn.BatchNorm2d(3).double()
+    for part in module.data.split(2):
+        reference(part)
+    torch.testing.assert_close(state["backbone.0.running_var"], reference.running_var, rtol=0, atol=1e-12)
+
+
+def test_a_layer_used_twice_moves_twice() -> None:
+    torch.manual_seed(0)
+    layer, reference = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    first, second = torch.randn(2, 8, 3)
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    for m in range(2):
+        with deferred.micro_batch(recompute=False):
+            layer(first[4 * m : 4 * m + 4])
+            layer(second[4 * m : 4 * m + 4])
+    deferred.finish()
+    reference(first)
+    reference(second)
+    torch.testing.assert_close(layer.state_dict(), reference.state_dict())
+    deferred.remove()
+    assert not layer._forward_pre_hooks
+
+
+def test_a_recompute_moves_nothing() -> None:
+    layer = nn.BatchNorm1d(3)
+    before = copy.deepcopy(layer.state_dict())
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    with deferred.micro_batch(recompute=True):
+        layer(torch.randn(4, 3))
+    deferred.finish()
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_one_value_per_channel_is_refused_with_the_remedy() -> None:
+    deferred = DeferredBatchNorm([layer := nn.BatchNorm1d(3)], deferred=True)
+    with deferred.micro_batch(recompute=False), pytest.raises(ValueError, match="lower `chunks`"):
+        layer(torch.randn(1, 3))

@@ -1,0 +1,131 @@
+"""One reader per pipeline."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_gpipe import GPipeStrategy
+from tests.ranks import RankError, run_ranks
+from tests.training import trainer
+
+
+class Augmented(Dataset[Any]):
+    """Random inputs from every generator, unseeded; the label is a function of the input."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        seed = int.from_bytes(os.urandom(4), "little")
+        x = torch.randn(6) + random.random() + float(numpy.random.rand()) + seed % 7
+        return x, x.sum(), {"worker": get_worker_info().id, "name": f"sample {index}", "pid": os.getpid()}
+
+
+class Stream(IterableDataset[Any]):
+    """A stream of unknown length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(random.randrange(9, 30)):
+            x = torch.randn(6)
+            yield x, x.sum(), {}
+
+
+class Recording(L.LightningModule):
+    """Keeps what its steps see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.seen: list[Any] = []
+
+    def _step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        x, y, extra = batch
+        torch.testing.assert_close(x.sum(1), y)
+        self.seen.append((self.trainer.state.stage, dataloader_idx, x.clone(), extra, torch.rand(1), random.random()))
+        return nn.functional.mse_loss(self.backbone(x).squeeze(1), y)
+
+    training_step = validation_step = test_step = predict_step = _step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def run_all(stages: int, stream: bool) -> list[Any]:
+    def loader() -> Any:
+        return DataLoader(Stream(), batch_size=4) if stream else DataLoader(Augmented(), batch_size=5, num_workers=2)
+
+    module = Recording()
+    options: dict[str, Any] = {"devices": stages, "max_epochs": 2}
+    for verb in ("fit", "validate", "test", "predict"):
+        run = trainer(strategy=GPipeStrategy(2), **options)
+        if verb == "fit":
+            run.fit(module, loader(), [loader(), loader()])
+        else:
+            getattr(run, verb)(module, loader(), **({} if verb == "predict" else {"verbose": False}))
+    return module.seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_stage_sees_what_the_first_one_read(stream: bool) -> None:
+    first, *others = run_ranks(run_all, 3, 3, stream)
+    stages = {str(entry[0].value if hasattr(entry[0], "value") else entry[0]) for entry in first}
+    assert stages == {"train", "sanity_check", "validate", "test", "predict"}
+    for other in others:
+        assert len(other) == len(first)
+        for ours, theirs in zip(first, other, strict=True):
+            assert ours[:2] == theirs[:2]
+            assert torch.equal(ours[2], theirs[2])
+            torch.testing.assert_close(ours[3], theirs[3], rtol=0, atol=0) if stream else None
+            assert stream or ours[3]["name"] == theirs[3]["name"]
+            assert torch.equal(ours[4], theirs[4]), "user code draws the same numbers"
+            assert ours[5] == theirs[5]
+
+
+class Failing(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(6), torch.zeros(()), {}
+        raise OSError("the disk is gone")
+
+
+def train_on_failing_data() -> str:
+    try:
+        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2)).fit(Recording(), DataLoader(Failing(), batch_size=1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_error_of_the_reader_reaches_every_stage() -> None:
+    first, second = run_ranks(train_on_failing_data, 2)
+    assert "the disk is gone" in first
+    assert "the disk is gone" in second
+    assert "stage 0" in second
+
+
+def call_on_one_rank(rank: int) -> None:
+    module = Recording()
+
+    class Careless(L.Callback):
+        def on_train_batch_start(self, run: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1 and run.global_rank == rank:
+                module.backbone(batch[0])
+
+    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2), callbacks=[Careless()]).fit(
+        module, DataLoader(Stream(), batch_size=2)
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_on_one_rank_alone_is_an_error(rank: int) -> None:
+    with pytest.raises(RankError, match="on every rank alike"):
+        run_ranks(call_on_one_rank, 2, rank, timeout_s=30)
