@@ -4,7 +4,8 @@
 >>> from lightning_gpipe import GPipeStrategy
 >>> trainer = L.Trainer(devices=4, strategy=GPipeStrategy(chunks=32))  # doctest: +SKIP
 
-Importing this package registers the strategy under the name ``"gpipe"``, so that ``Trainer(strategy="gpipe")`` works.
+Importing this package registers the strategy under the name ``"gpipe"``, so that
+``Trainer(strategy="gpipe")`` works.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -15,4 +16,6 @@ __version__ = "0.1.0"
 __all__ = ["GPipeStrategy", "__version__"]
 
 if "gpipe" not in StrategyRegistry:
-    StrategyRegistry.register("gpipe", GPipeStrategy, description="Pipeline parallelism (GPipe) with default settings")
+    StrategyRegistry.register(
+        "gpipe", GPipeStrategy, description="Pipeline parallelism (GPipe) with default settings"
+    )

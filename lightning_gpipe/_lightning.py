@@ -3,7 +3,6 @@
 Checked against Lightning 2.6.0 and 2.6.6; a test imports every name with the installed version.
 """
 
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -13,7 +12,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-default_timeout = default_pg_timeout
 distributed_is_initialized = _distributed_is_initialized
 default_backend = _get_default_process_group_backend_for_device
 init_distributed = _init_dist_connection
@@ -23,7 +21,6 @@ ScriptLauncher = _SubprocessScriptLauncher
 __all__ = [
     "ScriptLauncher",
     "default_backend",
-    "default_timeout",
     "distributed_is_initialized",
     "init_distributed",
     "optimizers_to_device",

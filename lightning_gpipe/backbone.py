@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-#: Share of the parameters, and of the operations where they are known, that singles out one of several candidates.
+#: Share of the parameters, and of the operations where they are known, that singles out one of
+#: several candidates.
 CLEAR_SHARE = 0.8
 
 
-def find_backbone(module: nn.Module, name: str | None, flops: Mapping[str, float] | None = None) -> str:
+def find_backbone(
+    module: nn.Module, name: str | None, flops: Mapping[str, float] | None = None
+) -> str:
     """Name the ``nn.Sequential`` that becomes the pipeline.
 
     Args:
         module: The user's module.
-        name: Dotted name given by the user; ``None``: take the only outermost ``nn.Sequential`` of two or more layers,
-            or the one that holds 80 % of the parameters and of the operations.
+        name: Dotted name given by the user; ``None``: take the only outermost ``nn.Sequential`` of
+            two or more layers, or the one that holds 80 % of the parameters and of the operations.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
     Raises:
@@ -27,14 +30,17 @@ def find_backbone(module: nn.Module, name: str | None, flops: Mapping[str, float
     candidates = dict(_outermost(module, ""))
     if not candidates:
         raise ValueError(
-            f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more layers, which it can"
+            f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
+            f" layers, which it can"
             " cut into stages. Build the model's body as an nn.Sequential, for example"
             " `self.backbone = nn.Sequential(*blocks)`, and call it in the step."
         )
     if len(candidates) == 1:
         return next(iter(candidates))
     total = sum(p.numel() for p in module.parameters()) or 1
-    shares = {key: sum(p.numel() for p in body.parameters()) / total for key, body in candidates.items()}
+    shares = {
+        key: sum(p.numel() for p in body.parameters()) / total for key, body in candidates.items()
+    }
     operations = max((flops or {}).get("", 0.0), 1.0)
     rows = []
     for key in sorted(candidates, key=lambda key: -shares[key]):
@@ -48,12 +54,15 @@ def find_backbone(module: nn.Module, name: str | None, flops: Mapping[str, float
     hint = (
         ""
         if flops is not None
-        else " (With self.example_input_array set, one that clearly holds the model's parameters and operations is taken.)"
+        else " (With self.example_input_array set, one that clearly holds the model's parameters"
+        " and operations is taken.)"
     )
     raise ValueError(
         f"{type(module).__name__} has several nn.Sequential that could be cut into stages:\n"
         + "\n".join(rows)
-        + f"\nName the one to cut: GPipeStrategy(backbone={max(shares, key=lambda key: shares[key])!r}), or put them into one"
+        + f"\nName the one to cut:"
+        f" GPipeStrategy(backbone={max(shares, key=lambda key: shares[key])!r}), or put them into"
+        f" one"
         f" nn.Sequential.{hint}"
     )
 
@@ -64,11 +73,13 @@ def _checked(module: nn.Module, name: str) -> str:
     except AttributeError:
         found = ", ".join(repr(key) for key, _ in _outermost(module, "")) or "none"
         raise ValueError(
-            f"backbone={name!r}: {type(module).__name__} has no such submodule. Its nn.Sequential: {found}."
+            f"backbone={name!r}: {type(module).__name__} has no such submodule. Its nn.Sequential:"
+            f" {found}."
         ) from None
     if not _is_sequential(body):
         raise ValueError(
-            f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an nn.Sequential that"
+            f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
+            f" nn.Sequential that"
             " keeps nn.Sequential.forward."
         )
     return name

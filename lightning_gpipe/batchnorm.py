@@ -1,9 +1,10 @@
 """Batch-norm statistics per mini-batch.
 
-In training every micro-batch is normalised by its own statistics, while the running statistics move once per mini-batch
-(GPipe §2.2). It costs no pass over the data: a batch-norm layer that is called with momentum 1 leaves the statistics
-of its input in its running buffers, so each micro-batch gets a scratch row for its own, and the rows are pooled when
-the mini-batch is through. Classes, parameters and keys of the modules stay what they are.
+In training every micro-batch is normalised by its own statistics, while the running statistics move
+once per mini-batch (GPipe §2.2). It costs no pass over the data: a batch-norm layer that is called
+with momentum 1 leaves the statistics of its input in its running buffers, so each micro-batch gets
+a scratch row for its own, and the rows are pooled when the mini-batch is through. Classes,
+parameters and keys of the modules stay what they are.
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ class DeferredBatchNorm:
 
     Args:
         modules: The modules of the stage.
-        deferred: Whether running statistics move once per mini-batch; otherwise they move with every micro-batch.
-            Either way a recompute never moves them.
+        deferred: Whether running statistics move once per mini-batch; otherwise they move with
+            every micro-batch. Either way a recompute never moves them.
     """
 
     def __init__(self, modules: Iterable[nn.Module], deferred: bool) -> None:
         self._deferred = deferred
         self._layers = [m for m in modules if isinstance(m, _BatchNorm)]
-        self._hooks = [layer.register_forward_pre_hook(self._before_forward) for layer in self._layers]
-        self._active: dict[nn.Module, int] | None = None  # uses of each layer in the running micro-batch
+        self._hooks = [
+            layer.register_forward_pre_hook(self._before_forward) for layer in self._layers
+        ]
+        self._active: dict[nn.Module, int] | None = (
+            None  # uses of each layer in the running micro-batch
+        )
         self._recompute = False
         self._seen: dict[nn.Module, list[_Statistics]] = {}
 
@@ -67,7 +72,10 @@ class DeferredBatchNorm:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Move the running statistics by those of the mini-batch. Call once all its micro-batches are forwarded."""
+        """Move the running statistics by those of the mini-batch.
+
+        Call once all its micro-batches are forwarded.
+        """
         seen, self._seen = self._seen, {}
         for layer, uses in seen.items():
             for use in uses:
@@ -87,7 +95,8 @@ class DeferredBatchNorm:
         count = args[0].numel() // max(args[0].shape[1], 1)
         if count == 1:
             raise ValueError(
-                "A batch-norm layer got a micro-batch with one value per channel, which has no variance: lower"
+                "A batch-norm layer got a micro-batch with one value per channel, which has no"
+                " variance: lower"
                 " `chunks`, so that every micro-batch has at least two samples."
             )
         # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
@@ -108,8 +117,9 @@ class DeferredBatchNorm:
     def _move(layer: nn.Module, use: _Statistics) -> None:
         """Fold the pooled mean and unbiased variance of a mini-batch into the running ones.
 
-        With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ n_m, μ = Σ n_m μ_m / n:
-        v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is positive, so v never is negative.
+        With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ
+        n_m, μ = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is
+        positive, so v never is negative.
         """
         if not isinstance(layer, _BatchNorm):
             return

@@ -1,13 +1,15 @@
 """What crosses between two stages, and sending it.
 
-A boundary is a pytree. For every micro-batch a link sends a small *header*, always on the host, and then the tensors'
-bytes; small tensors on the host travel in the header. The header says "as the last time in this place", or announces
-a new *signature*: tree, shapes, strides, types. So nothing assumes equal micro-batches or steps.
+A boundary is a pytree. For every micro-batch a link sends a small *header*, always on the host, and
+then the tensors' bytes; small tensors on the host travel in the header. The header says "as the
+last time in this place", or announces a new *signature*: tree, shapes, strides, types. So nothing
+assumes equal micro-batches or steps.
 
-Receives are posted ahead. A receive needs its size, so the tensors of a micro-batch are received ahead only where the
-signature was the same the last two times. Both ends know that: when it changes all the same, the sender fills the
-posted receives with bytes that the receiver throws away, and sends the tensors beside them, over the headers' group,
-where they can't meet receives that were posted for later micro-batches. A send is not waited for until a few more were
+Receives are posted ahead. A receive needs its size, so the tensors of a micro-batch are received
+ahead only where the signature was the same the last two times. Both ends know that: when it changes
+all the same, the sender fills the posted receives with bytes that the receiver throws away, and
+sends the tensors beside them, over the headers' group, where they can't meet receives that were
+posted for later micro-batches. A send is not waited for until a few more were
 made: then its memory is needed.
 """
 
@@ -30,9 +32,10 @@ from lightning_gpipe.microbatch import Tree
 _PLACE_AND_SIGNATURE_LENGTH = struct.Struct("<qq")
 _INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
 _HEADER, _BESIDE, _DATA = 1, 2, 3  # message tags, as far as the backend knows tags
-_AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones all, while it still waits for the first
-# Micro-batches that a sender leaves under way before it waits for the oldest: gloo tells of a finished send only to
-# who waits for it. The receiver has posted its receives by then unless it is behind, and then there is nothing to win.
+_AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts all
+# Micro-batches that a sender leaves under way before it waits for the oldest: gloo tells of a
+# finished send only to who waits for it. The receiver has posted its receives by then unless it is
+# behind, and then there is nothing to win.
 _IN_FLIGHT = _AHEAD + 1
 
 
@@ -95,7 +98,7 @@ class Signature:
         return cls(tree.spec, leaves, types, tuple(requires_grad))
 
     def matches(self, tree: Tree, requires_grad: Sequence[bool]) -> bool:
-        """Whether a boundary has this signature; of constants the type counts too (``1 == True`` is not enough)."""
+        """Whether a boundary has this signature; ``1`` and ``True`` are not the same."""
         return (
             len(tree.leaves) == len(self.leaves)
             and all(
@@ -110,7 +113,10 @@ class Signature:
     def fill(self, tensors: Iterable[Tensor]) -> Tree:
         """A boundary of this signature around the given tensors."""
         values = iter(tensors)
-        return Tree([next(values) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves], self.spec)
+        return Tree(
+            [next(values) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves],
+            self.spec,
+        )
 
 
 @dataclass(slots=True)
@@ -119,7 +125,8 @@ class _Memory:
 
     Args:
         signature: The last one.
-        stable: Whether it was the same the last two times: then it is what the receiver expects, and has posted.
+        stable: Whether it was the same the last two times: then it is what the receiver expects,
+            and has posted.
         inline: Lengths of the tensors that then travel in the header, in bytes.
     """
 
@@ -148,7 +155,8 @@ class Channel:
     Args:
         peer: Global rank of the other end.
         headers: A gloo group for headers.
-        data: The group for the tensors' bytes; of this direction alone, so that neither direction can block the other.
+        data: The group for the tensors' bytes; of this direction alone, so that neither direction
+            can block the other.
         device: Where the tensors live.
         through_host: Whether the bytes go through host memory, because ``data`` reaches no other.
     """
@@ -197,7 +205,9 @@ class Sender:
         header = _from_buffer(_PLACE_AND_SIGNATURE_LENGTH.pack(place, len(blob)))
         data = [layout.to_bytes(tensor).to(wire) for tensor in tree.tensors()]
         if changed:
-            posted = [torch.zeros(kind.nbytes, dtype=torch.uint8, device=wire) for kind in memory.expected]
+            posted = [
+                torch.zeros(kind.nbytes, dtype=torch.uint8, device=wire) for kind in memory.expected
+            ]
             self._post_tensors(header, posted, memory)
             self._post(_from_buffer(blob), self.channel.headers, _BESIDE)
             if memory.stable:
@@ -227,7 +237,9 @@ class Sender:
 
     def _post(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> None:
         if data.numel():
-            self._pending.append((self._sent, data, dist.isend(data, self.channel.peer, group, tag)))
+            work = dist.isend(data, self.channel.peer, group, tag)
+            if work is not None:
+                self._pending.append((self._sent, data, work))
 
 
 @dataclass(slots=True)
@@ -269,15 +281,20 @@ class Receiver:
             The boundary, in memory of its own, and for each leaf whether it wants a gradient.
 
         Raises:
-            RuntimeError: If another micro-batch arrives: the two stages don't run the same schedule.
+            RuntimeError: If another micro-batch arrives: the two stages don't run the same
+                schedule.
         """
         slot = self._slots[0]
         _wait(slot.header_work)
-        arrived, blob_length = slot.header[: _PLACE_AND_SIGNATURE_LENGTH.size].view(torch.int64).tolist()
+        arrived, blob_length = (
+            slot.header[: _PLACE_AND_SIGNATURE_LENGTH.size].view(torch.int64).tolist()
+        )
         if arrived != place or slot.place != place:
             raise RuntimeError(
-                f"Expected micro-batch {place} from rank {self.channel.peer}, but got {arrived}: the two stages do not"
-                " run the same step. Call the backbone on every rank alike, never under `if rank == 0`."
+                f"Expected micro-batch {place} from rank {self.channel.peer}, but got {arrived}:"
+                f" the two stages do not"
+                " run the same step. Call the backbone on every rank alike, never under `if rank"
+                " == 0`."
             )
         memory = slot.memory
         signature = memory.signature
@@ -286,7 +303,9 @@ class Receiver:
             _wait(work)
             signature = pickle.loads(blob.numpy().tobytes())
         if signature is None:
-            raise RuntimeError(f"Rank {self.channel.peer} sent micro-batch {place} without a signature.")
+            raise RuntimeError(
+                f"Rank {self.channel.peer} sent micro-batch {place} without a signature."
+            )
         if slot.data is None:
             slot.data = [self._post_data(kind) for kind in signature.tensor_types]
         elif blob_length:  # mispredicted: what was posted receives nothing of use
@@ -301,7 +320,9 @@ class Receiver:
             _wait(work)
             if data._is_view():  # a part of a header: memory of its own, and aligned
                 data = data.clone()
-            tensors.append(layout.from_bytes(data.to(self.channel.device), kind.shape, kind.stride, kind.dtype))
+            tensors.append(
+                layout.from_bytes(data.to(self.channel.device), kind.shape, kind.stride, kind.dtype)
+            )
         return signature.fill(tensors), list(signature.requires_grad)
 
     def _post_ahead(self) -> None:
@@ -313,7 +334,9 @@ class Receiver:
             sizes = (_PLACE_AND_SIGNATURE_LENGTH.size, *memory.inline)
             header = torch.empty(sum(sizes), dtype=torch.uint8)
             work = dist.irecv(header, self.channel.peer, self.channel.headers, _HEADER)
-            inline = [(part, None) for part in header.split(sizes)[1:]] if memory.inline else None
+            inline: list[_Pending] | None = None
+            if memory.inline:
+                inline = [(part, None) for part in header.split(sizes)[1:]]
             self._slots.append(_Slot(place, memory, header, work, inline))
         for slot in self._slots:
             if slot.data is None:
@@ -323,11 +346,15 @@ class Receiver:
 
     def _post_data(self, kind: TensorType) -> _Pending:
         data = torch.empty(kind.nbytes, dtype=torch.uint8, device=self.channel.wire_device)
-        return data, dist.irecv(data, self.channel.peer, self.channel.data, _DATA) if data.numel() else None
+        return data, dist.irecv(
+            data, self.channel.peer, self.channel.data, _DATA
+        ) if data.numel() else None
 
     def _post_beside(self, nbytes: int) -> _Pending:
         data = torch.empty(nbytes, dtype=torch.uint8)
-        return data, dist.irecv(data, self.channel.peer, self.channel.headers, _BESIDE) if nbytes else None
+        return data, dist.irecv(
+            data, self.channel.peer, self.channel.headers, _BESIDE
+        ) if nbytes else None
 
 
 def _from_buffer(data: bytes) -> Tensor:

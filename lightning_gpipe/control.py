@@ -1,8 +1,9 @@
 """Objects between the stages of one pipeline: batches, outputs, decisions, state.
 
-Every message says what it is, so that ranks that don't run the same step get an error instead of each other's data. A
-message is a frame of fixed size, the rest of the pickled object if it is longer, and its large tensors. Small tensors
-are pickled with the object, so that what is sent every step takes one round, and the source doesn't wait for it.
+Every message says what it is, so that ranks that don't run the same step get an error instead of
+each other's data. A message is a frame of fixed size, the rest of the pickled object if it is
+longer, and its large tensors. Small tensors are pickled with the object, so that what is sent every
+step takes one round, and the source doesn't wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from lightning_gpipe import layout
 
-Kind: TypeAlias = Literal["batch", "call", "output", "backward", "chain", "partition", "state", "seed"]
+Kind: TypeAlias = Literal[
+    "batch", "call", "output", "backward", "chain", "partition", "state", "seed"
+]
 _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _KIND_AND_LENGTH = struct.Struct("<qq")
@@ -51,7 +54,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """The inverse; fetches each tensor where the object first needs it, which is the order in which they were packed."""
+    """The inverse; fetches the large tensors in the order in which they were packed."""
 
     def __init__(self, blob: bytes, fetch: Callable[[int, str], Tensor]) -> None:
         super().__init__(io.BytesIO(blob))
@@ -77,7 +80,8 @@ class Control:
         stage: This rank's stage.
         ranks: Global rank of every stage.
         host: gloo group over the pipeline.
-        data: Group over the pipeline for tensors on the device; the same as ``host`` where that can't reach it.
+        data: Group over the pipeline for tensors on the device; the same as ``host`` where that
+            can't reach it.
         device: The device of this rank.
     """
 
@@ -93,8 +97,9 @@ class Control:
 
         Args:
             kind: What it is; must be the same on every stage.
-            value: Any object that pickles; taken from the source alone. Tensors keep their strides. A tensor on the
-                device arrives on the receiver's device, one on the host stays there.
+            value: Any object that pickles; taken from the source alone. Tensors keep their strides.
+                A tensor on the device arrives on the receiver's device, one on the host stays
+                there.
             source: The stage that has it.
 
         Returns:
@@ -135,7 +140,8 @@ class Control:
             decision: Called on the first stage only.
 
         Raises:
-            Exception: What ``decision`` raises; on the other stages a RuntimeError with its message.
+            Exception: What ``decision`` raises; on the other stages a RuntimeError with its
+                message.
         """
         if self.stage != 0:
             failed, value = self.broadcast(kind, None, source=0)
@@ -151,14 +157,17 @@ class Control:
         return result
 
     def send(self, kind: Kind, value: Any, to: int) -> None:
-        """Send an object to one stage, through the host, and wait until it is gone. The other end must receive it."""
+        """Send an object to one stage, through the host, and wait until it is gone.
+
+        The other end must receive it.
+        """
         blob, tensors = _pack(value)
         for part in (*_frames(kind, blob), *(layout.to_bytes(tensor).cpu() for tensor in tensors)):
             if part.numel():
                 dist.send(part, self.ranks[to], self.host)
 
     def receive(self, kind: Kind, source: int) -> Any:
-        """Receive what a stage sends with :meth:`send`. Tensors from a device arrive on this rank's device.
+        """Receive what a stage sends with :meth:`send`; device tensors go to this rank's device.
 
         Raises:
             RuntimeError: If the source sent something else: the ranks don't run the same step.
@@ -190,15 +199,22 @@ class Control:
                 self._pending.append((work, data))
 
     def _unpack(
-        self, kind: Kind, source: int, receive: Callable[[Tensor], Tensor], fetch: Callable[[int, str], Tensor]
+        self,
+        kind: Kind,
+        source: int,
+        receive: Callable[[Tensor], Tensor],
+        fetch: Callable[[int, str], Tensor],
     ) -> Any:
         frame = receive(torch.empty(_FRAME, dtype=torch.uint8)).numpy().tobytes()
         code, length = _KIND_AND_LENGTH.unpack_from(frame)
         if _KINDS[code] != kind:
             raise RuntimeError(
-                f"Stage {self.stage} (rank {self.ranks[self.stage]}) expected a message of kind '{kind}' from stage"
-                f" {source} (rank {self.ranks[source]}), which sent '{_KINDS[code]}': the stages do not run the same"
-                " step. Call the model and the Trainer on every rank alike, never under `if rank == 0`."
+                f"Stage {self.stage} (rank {self.ranks[self.stage]}) expected a message of kind"
+                f" '{kind}' from stage"
+                f" {source} (rank {self.ranks[source]}), which sent '{_KINDS[code]}': the stages"
+                f" do not run the same"
+                " step. Call the model and the Trainer on every rank alike, never under `if rank"
+                " == 0`."
             )
         blob = frame[_KIND_AND_LENGTH.size : _KIND_AND_LENGTH.size + length]
         if len(blob) < length:
@@ -216,11 +232,18 @@ def _frames(kind: Kind, blob: bytes) -> list[Tensor]:
     """A pickled object as a frame, and a second part if it is longer."""
     room = _FRAME - _KIND_AND_LENGTH.size
     frame = _KIND_AND_LENGTH.pack(_KINDS.index(kind), len(blob)) + blob[:room]
-    return [_tensor(frame.ljust(_FRAME, b"\0")), *([_tensor(blob[room:])] if len(blob) > room else [])]
+    return [
+        _tensor(frame.ljust(_FRAME, b"\0")),
+        *([_tensor(blob[room:])] if len(blob) > room else []),
+    ]
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _pack(value: Any) -> tuple[bytes, list[Tensor]]:

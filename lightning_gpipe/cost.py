@@ -28,8 +28,8 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
 def flop_costs(layers: Sequence[nn.Module], sample: Any) -> list[float]:
     """Floating-point operations of each layer's forward.
 
-    Matrix products, convolutions and attention count their operations, everything else one operation per element that
-    comes out, so that no layer is free.
+    Matrix products, convolutions and attention count their operations, everything else one
+    operation per element that comes out, so that no layer is free.
 
     Args:
         layers: The layers, on any device; nothing is computed and no memory used.
@@ -42,7 +42,9 @@ def flop_costs(layers: Sequence[nn.Module], sample: Any) -> list[float]:
     def flops(layer: nn.Module, value: Any) -> float:
         with FlopCounterMode(display=False) as counter:
             output = _run_on_meta(layer, value)
-        return counter.get_total_flops() + sum(t.numel() for t in Tree.of(output, "A layer's output").tensors())
+        return float(counter.get_total_flops()) + sum(
+            t.numel() for t in Tree.of(output, "A layer's output").tensors()
+        )
 
     return function_costs(layers, sample, flops)
 
@@ -53,7 +55,8 @@ def function_costs(layers: Sequence[nn.Module], sample: Any, cost: CostFunction)
     Args:
         layers: The layers.
         sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
-        cost: Called with a layer and its input, whose tensors are on the meta device: shapes and types, no values.
+        cost: Called with a layer and its input, whose tensors are on the meta device: shapes and
+            types, no values.
 
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
@@ -72,7 +75,7 @@ def function_costs(layers: Sequence[nn.Module], sample: Any, cost: CostFunction)
 
 
 def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
-    """Floating-point operations of a forward in every submodule, by dotted name; the whole module's under ``""``.
+    """Floating-point operations of every submodule by name, the whole module's under ``""``.
 
     Raises:
         UntraceableLayer: If the forward needs the values of its input.
@@ -83,18 +86,25 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
         _run_on_meta(module, *(arguments if isinstance(arguments, tuple) else (arguments,)))
     root = type(module).__name__
     counts = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
-    flops = {name.removeprefix(f"{root}."): count for name, count in counts.items() if name not in ("Global", root)}
+    flops = {
+        name.removeprefix(f"{root}."): count
+        for name, count in counts.items()
+        if name not in ("Global", root)
+    }
     return {**flops, "": counts.get("Global", 0.0)}
 
 
 def _run_on_meta(module: nn.Module, *arguments: Any) -> Any:
-    tensors = {name: _on_meta(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    tensors = {
+        name: _on_meta(t) for name, t in (*module.named_parameters(), *module.named_buffers())
+    }
     try:
         with torch.no_grad():
             return functional_call(module, tensors, arguments)
     except Exception as error:
         raise UntraceableLayer(
-            f"{type(module).__name__} can't run on the meta device, without data ({type(error).__name__}: {error})"
+            f"{type(module).__name__} can't run on the meta device, without data"
+            f" ({type(error).__name__}: {error})"
         ) from error
 
 

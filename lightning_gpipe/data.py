@@ -1,8 +1,8 @@
 """One reader per pipeline.
 
-Only the first stage iterates over the data; the others get the same batches from it, and the state of its random
-generators with each. So random augmentation, shuffling and worker seeds can't make stages disagree, and a user's mixup
-on the batch draws the same numbers everywhere.
+Only the first stage iterates over the data; the others get the same batches from it, and the state
+of its random generators with each. So random augmentation, shuffling and worker seeds can't make
+stages disagree, and a user's mixup on the batch draws the same numbers everywhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_gpipe.control import Control
 class PipelineLoader:
     """Wraps a loader so that the first stage of a pipeline reads it for all.
 
-    Everything else is the wrapped loader's: reads and writes of attributes go to it (Lightning sets ``worker_init_fn``
-    and the sampler's epoch), and it has a length only if the loader has one.
+    Everything else is the wrapped loader's: reads and writes of attributes go to it (Lightning sets
+    ``worker_init_fn`` and the sampler's epoch), and it has a length only if the loader has one.
 
     Args:
         loader: Any iterable of batches.
@@ -45,7 +45,9 @@ class PipelineLoader:
                 _set_generators(generators)
                 return
             if what == "error":
-                raise RuntimeError(f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}")
+                raise RuntimeError(
+                    f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}"
+                )
             _set_generators(generators)
             yield value
 
@@ -69,7 +71,9 @@ class PipelineLoader:
                 control.broadcast("batch", ("batch", batch, _generators()), source=0)
                 yield batch
         except Exception as error:
-            control.broadcast("batch", ("error", f"{type(error).__name__}: {error}", None), source=0)
+            control.broadcast(
+                "batch", ("error", f"{type(error).__name__}: {error}", None), source=0
+            )
             raise
         control.broadcast("batch", ("end", None, _generators()), source=0)
 
@@ -78,7 +82,12 @@ def _generators() -> tuple[Any, ...]:
     """State of the generators that user code draws from."""
     numpy = _numpy()
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), device, random.getstate(), numpy.random.get_state() if numpy else None
+    return (
+        torch.get_rng_state(),
+        device,
+        random.getstate(),
+        numpy.random.get_state() if numpy else None,
+    )
 
 
 def _set_generators(states: tuple[Any, ...]) -> None:

@@ -1,15 +1,8 @@
 """Runs one stage's actions, and joins them to the graph of the user's step.
 
-Every stage runs the user's step. Where the step calls the backbone, :meth:`Engine.forward` runs the forward actions and
-returns the last stage's output, on every stage. For autograd the call is two nodes::
-
-    user's code before ──> _Call ──token──> _Exit ──> user's code after ──> loss
-
-``_Exit`` catches the gradient of the output, ``_Call`` runs the backward actions and returns the input's gradient. On the
-last stage a backward from the loss goes through both. On the others the gradient of the loss is nobody's business:
-:meth:`Engine.steer` gives them a loss of the same value whose graph leads straight to the ``_Call`` nodes that the last
-stage reaches. So one traversal of autograd runs on each stage, in the same order, and calls may be chained, skipped
-around, or share what stands before them. A token lives as long as the graph of its output, no longer.
+Every stage runs the user's step. Where the step calls the backbone, :meth:`Engine.forward` runs the
+forward actions and returns the last stage's output, on every stage. The backward actions run when
+autograd reaches the call; see :mod:`lightning_gpipe.graph`.
 """
 
 from __future__ import annotations
@@ -17,72 +10,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.boundary import Channel, Receiver, Sender
-from lightning_gpipe.control import Control
+from lightning_gpipe.boundary import Receiver, Sender
+from lightning_gpipe.graph import CallNode, ExitNode, SteerNode, calls_behind
+from lightning_gpipe.links import Links
 from lightning_gpipe.microbatch import Merge, Split, Tree
-from lightning_gpipe.schedule import Action, Checkpoint, Program, fill_drain, forward_only, keeps_graph, validate
+from lightning_gpipe.schedule import (
+    Action,
+    Checkpoint,
+    Program,
+    fill_drain,
+    forward_only,
+    keeps_graph,
+    validate,
+)
 from lightning_gpipe.stage import MicroBatch, Setting, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The process groups of one pipeline, and this rank's place in it.
-
-    Args:
-        stage: This rank's stage.
-        ranks: Global rank of every stage.
-        device: This rank's device.
-        host: gloo group for control messages and headers.
-        down: Group for activations.
-        up: Group for gradients.
-        through_host: Whether ``down`` and ``up`` reach host memory only.
-    """
-
-    stage: int
-    ranks: tuple[int, ...]
-    device: torch.device
-    host: dist.ProcessGroup
-    down: dist.ProcessGroup
-    up: dist.ProcessGroup
-    through_host: bool
-
-    @property
-    def stages(self) -> int:
-        """K."""
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank runs the first layers."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank runs the last layers."""
-        return self.stage == self.stages - 1
-
-    def control(self) -> Control:
-        """The control channel."""
-        return Control(self.stage, self.ranks, self.host, self.host if self.through_host else self.down, self.device)
-
-    def close(self) -> None:
-        """Destroy the groups, once every stage is through with them. Collective."""
-        dist.barrier(self.host)
-        for group in (self.host, self.down, self.up):
-            dist.destroy_process_group(group)
-
-    def channel(self, neighbour: int, data: dist.ProcessGroup) -> Channel | None:
-        """The channel to a neighbouring stage, if there is one."""
-        if not 0 <= neighbour < self.stages:
-            return None
-        return Channel(self.ranks[neighbour], self.host, data, self.device, self.through_host)
 
 
 @dataclass(slots=True)
@@ -113,6 +61,10 @@ class Call:
     wanted: list[int] = field(default_factory=list)
     output_gradients: Sequence[Tensor | None] | None = None
 
+    def catch(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the output's gradients for the backward."""
+        self.output_gradients = gradients
+
 
 class Engine:
     """The pipeline as seen from one rank.
@@ -125,7 +77,9 @@ class Engine:
         seed: Seed of the layers' random numbers; the same on every stage.
     """
 
-    def __init__(self, stage: Stage, links: Links, chunks: int, checkpoint: Checkpoint, seed: int) -> None:
+    def __init__(
+        self, stage: Stage, links: Links, chunks: int, checkpoint: Checkpoint, seed: int
+    ) -> None:
         validate(fill_drain(links.stages, chunks, checkpoint))
         self.stage = stage
         self.links = links
@@ -171,7 +125,8 @@ class Engine:
         """Run the backbone. Collective over the pipeline.
 
         Args:
-            value: The input, a pytree of tensors ``[batch, …]``, the same on every stage. It is not changed.
+            value: The input, a pytree of tensors ``[batch, …]``, the same on every stage. It is not
+                changed.
 
         Returns:
             The last stage's output of all micro-batches, on every stage.
@@ -179,7 +134,11 @@ class Engine:
         batch = Tree.of(value, "The backbone's input")
         split = Split.plan(batch, self.chunks)
         count, stages = len(split.sizes), self.links.stages
-        schedule = fill_drain(stages, count, self.checkpoint) if torch.is_grad_enabled() else forward_only(stages, count)
+        schedule = (
+            fill_drain(stages, count, self.checkpoint)
+            if torch.is_grad_enabled()
+            else forward_only(stages, count)
+        )
         self._calls += 1
         self._calls_in_step += 1
         key = (self._seed, *self._step, self._calls_in_step)
@@ -198,20 +157,27 @@ class Engine:
         return self._join(call, batch, output)
 
     def _check_call(self, key: tuple[int, ...]) -> None:
-        """Check that every stage is at the same call: a message of another kind, or another step, is an error."""
+        """Check that every stage is at the same call of the same step."""
         first = self.control.broadcast("call", key, source=0)
         if first != key:
             raise RuntimeError(
-                f"Stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is at call {key[-1]} of step"
-                f" {key[1:-1]}, stage 0 at call {first[-1]} of step {first[1:-1]}. Call the backbone on every rank alike,"
+                f"Stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is at call"
+                f" {key[-1]} of step"
+                f" {key[1:-1]}, stage 0 at call {first[-1]} of step {first[1:-1]}. Call the"
+                f" backbone on every rank alike,"
                 " never under `if rank == 0`."
             )
 
     def _run_forwards(self, call: Call, batch: Tree) -> list[Tree]:
-        """Run a call's forward actions; returns the outputs of this stage that no other stage gets: the last one's."""
+        """Run a call's forward actions; returns the last stage's outputs, on the last stage."""
         forwards = [action for action in call.program if action.op == "F"]
-        requires_grad = [isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() for t in batch.leaves]
-        detached = batch.with_leaves([t.detach() if isinstance(t, Tensor) else t for t in batch.leaves])
+        requires_grad = [
+            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+            for t in batch.leaves
+        ]
+        detached = batch.with_leaves(
+            [t.detach() if isinstance(t, Tensor) else t for t in batch.leaves]
+        )
         micro_batches = call.split.scatter(detached) if self._activations_in is None else []
         if self._activations_in is not None:
             self._activations_in.expect(m for _, m in forwards)
@@ -221,7 +187,9 @@ class Engine:
                 inputs, flags = self._activations_in.take(m)
             else:
                 inputs, flags = micro_batches[m], list(requires_grad)
-            output, record = self.stage.forward(m, inputs, flags, keeps_graph(call.program, m), call.setting)
+            output, record = self.stage.forward(
+                m, inputs, flags, keeps_graph(call.program, m), call.setting
+            )
             call.micro_batches[m] = record
             if self._activations_out is not None:
                 self._activations_out.send(m, output, record.output_requires_grad)
@@ -235,25 +203,44 @@ class Engine:
         if self.links.is_last:
             merged, call.merge = Merge.merge(outputs, call.split, batch)
             records = call.micro_batches.values()
-            wanted = [i for i in range(len(merged.leaves)) if any(r.output_requires_grad[i] for r in records)]
+            wanted = [
+                i
+                for i in range(len(merged.leaves))
+                if any(r.output_requires_grad[i] for r in records)
+            ]
             shared = merged, wanted
-        merged, call.wanted = self.control.broadcast("output", shared, source=self.links.stages - 1)
-        return merged
+        output: tuple[Tree, list[int]] = self.control.broadcast(
+            "output", shared, source=self.links.stages - 1
+        )
+        call.wanted = output[1]
+        return output[0]
 
     def _join(self, call: Call, batch: Tree, output: Tree) -> Any:
         """Make the output a part of the user's graph."""
         if not call.wanted:
             return output.value()
         if self.links.is_first:
-            pairs = [p for p in zip(batch.leaves, call.split.split_leaves, strict=True) if _wants_gradient(p[0])]
+            pairs = [
+                p
+                for p in zip(batch.leaves, call.split.split_leaves, strict=True)
+                if isinstance(p[0], Tensor) and p[0].requires_grad
+            ]
             sources = [leaf for leaf, _ in pairs]
             call.inputs = [leaf.detach() for leaf in sources], [is_split for _, is_split in pairs]
-        else:  # the input's gradient arises on the first stage; here only the order of calls matters
-            sources = [self._tokens[n] for n in sorted(_calls_behind(batch.tensors())) if n in self._tokens]
-        token: Tensor = _Call.apply(self, call, self._anchor, *sources)
+        else:  # the input's gradient arises on the first stage; only the order matters here
+            sources = [
+                self._tokens[n] for n in sorted(calls_behind(batch.tensors())) if n in self._tokens
+            ]
+        token: Tensor = CallNode.apply(
+            call.number, partial(self._backward, call), self._anchor, *sources
+        )
         self._tokens[call.number] = token
         leaves = list(output.leaves)
-        for i, leaf in zip(call.wanted, _Exit.apply(call, token, [leaves[i] for i in call.wanted]), strict=True):
+        for i, leaf in zip(
+            call.wanted,
+            ExitNode.apply(call.catch, token, [leaves[i] for i in call.wanted]),
+            strict=True,
+        ):
             leaves[i] = leaf
         return output.with_leaves(leaves).value()
 
@@ -267,27 +254,31 @@ class Engine:
             retain: Whether the graph will be needed once more.
 
         Returns:
-            What to call ``backward`` on: on the last stage the loss, on others its value with a graph that leads to the
-            same calls of the backbone.
+            What to call ``backward`` on: on the last stage the loss, on others its value with a
+            graph that leads to the same calls of the backbone.
 
         Raises:
             RuntimeError: If the loss is on the meta device or wants no gradient.
         """
         if loss.device.type == "meta":
             raise RuntimeError(
-                f"The loss on stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is on the meta device:"
-                " the step reads weights of layers that other stages hold, for example an L1 or L2 term over"
-                " self.parameters(). Use the optimizer's weight_decay instead, or compute the term from the weights"
+                f"The loss on stage {self.links.stage} (rank {self.links.ranks[self.links.stage]})"
+                f" is on the meta device:"
+                " the step reads weights of layers that other stages hold, for example an L1 or L2"
+                " term over"
+                " self.parameters(). Use the optimizer's weight_decay instead, or compute the term"
+                " from the weights"
                 " outside the backbone."
             )
         self._retain = retain
         numbers: list[int] | None = None
         if self.links.is_last:
-            numbers = sorted(_calls_behind([loss]), reverse=True) if loss.requires_grad else None
+            numbers = sorted(calls_behind([loss]), reverse=True) if loss.requires_grad else None
         numbers = self.control.broadcast("backward", numbers, source=self.links.stages - 1)
         if numbers is None:
             raise RuntimeError(
-                "The loss wants no gradient: it depends neither on the backbone's output nor on any parameter that"
+                "The loss wants no gradient: it depends neither on the backbone's output nor on"
+                " any parameter that"
                 " requires one. Was it detached, or computed under torch.no_grad()?"
             )
         self._announced.extend(numbers)
@@ -297,10 +288,11 @@ class Engine:
         missing = [n for n in numbers if n not in self._tokens]
         if missing:
             raise RuntimeError(
-                f"The last stage differentiates call {missing[0]} of the backbone, of which stage {self.links.stage} has"
+                f"The last stage differentiates call {missing[0]} of the backbone, of which stage"
+                f" {self.links.stage} has"
                 " dropped the output: the step must do the same on every rank."
             )
-        steered: Tensor = _Steer.apply(loss, self._anchor, *(self._tokens[n] for n in numbers))
+        steered: Tensor = SteerNode.apply(loss, self._anchor, *(self._tokens[n] for n in numbers))
         return steered
 
     def finish_backward(self) -> None:
@@ -309,32 +301,41 @@ class Engine:
             left = list(self._announced)
             self._announced.clear()
             raise RuntimeError(
-                f"The backward did not reach calls {left} of the backbone on stage {self.links.stage}: a"
-                " LightningModule.backward override must call loss.backward(*args, **kwargs) on the loss that it gets."
+                f"The backward did not reach calls {left} of the backbone on stage"
+                f" {self.links.stage}: a"
+                " LightningModule.backward override must call loss.backward(*args, **kwargs) on"
+                " the loss that it gets."
             )
 
     def _backward(self, call: Call) -> list[Tensor | None]:
         """Run a call's backward actions. Returns the input's gradients, on the first stage."""
         if not self._announced or self._announced[0] != call.number:
             raise RuntimeError(
-                "A backward reached the backbone without the strategy knowing of it. In manual optimization call"
-                " self.manual_backward(loss), not loss.backward(). torch.autograd.grad through the backbone is not"
+                "A backward reached the backbone without the strategy knowing of it. In manual"
+                " optimization call"
+                " self.manual_backward(loss), not loss.backward(). torch.autograd.grad through the"
+                " backbone is not"
                 " supported."
             )
         self._announced.popleft()
         if not call.micro_batches:
             raise RuntimeError(
-                "A second backward through the same call of the backbone: pass retain_graph=True to the first one."
+                "A second backward through the same call of the backbone: pass retain_graph=True"
+                " to the first one."
             )
         if call.versions != self.stage.parameter_versions():
             raise RuntimeError(
-                f"A parameter of stage {self.links.stage} was changed between the forward and the backward of the"
-                " backbone, so the recomputed activations would be wrong. Step the optimizer after the backward."
+                f"A parameter of stage {self.links.stage} was changed between the forward and the"
+                f" backward of the"
+                " backbone, so the recomputed activations would be wrong. Step the optimizer after"
+                " the backward."
             )
         rows = self._output_gradients(call)
         actions = [action for action in call.program if action.op != "F"]
         if self._gradients_in is not None:
-            self._gradients_in.expect(m for op, m in actions if op == "B" and call.micro_batches[m].needs_backward)
+            self._gradients_in.expect(
+                m for op, m in actions if op == "B" and call.micro_batches[m].needs_backward
+            )
         input_gradients: dict[int, list[Tensor | None]] = {}
         with self.stage.random_state(), torch.autograd.profiler.record_function("gpipe_backward"):
             for action in actions:
@@ -343,13 +344,17 @@ class Engine:
             call.micro_batches.clear()
         if not self.links.is_first:
             return []
-        ordered = [input_gradients.get(m, [None] * len(call.inputs[0])) for m in range(len(call.split.sizes))]
+        ordered = [
+            input_gradients.get(m, [None] * len(call.inputs[0]))
+            for m in range(len(call.split.sizes))
+        ]
         return call.split.gather_gradients(*call.inputs, ordered)
 
     def _output_gradients(self, call: Call) -> list[list[Tensor | None]]:
         """The last stage's gradients of every micro-batch's output.
 
-        Where calls are chained, a part of the output's gradient arises on the first stage: it goes to the last one.
+        Where calls are chained, a part of the output's gradient arises on the first stage: it goes
+        to the last one.
         """
         gradients = list(call.output_gradients or [None] * len(call.wanted))
         call.output_gradients = None
@@ -368,9 +373,14 @@ class Engine:
             leaves[i] = gradient
         return call.merge.scatter_gradients(leaves, len(call.split.sizes))
 
-    def _recompute_action(self, call: Call, action: Action, rows: Any, input_gradients: Any) -> None:
+    def _recompute_action(
+        self, call: Call, action: Action, rows: Any, input_gradients: Any
+    ) -> None:
         self.stage.recompute(
-            action.micro_batch, call.micro_batches[action.micro_batch], call.setting, keep_input=self._retain
+            action.micro_batch,
+            call.micro_batches[action.micro_batch],
+            call.setting,
+            keep_input=self._retain,
         )
 
     def _backward_action(
@@ -386,7 +396,9 @@ class Engine:
         if self._gradients_in is not None and record.needs_backward:
             gradients = self._gradients_in.take(m)[0].leaves
         elif record.needs_backward:
-            gradients = [g for g, wants in zip(rows[m], record.output_requires_grad, strict=True) if wants]
+            gradients = [
+                g for g, wants in zip(rows[m], record.output_requires_grad, strict=True) if wants
+            ]
         upstream = self.stage.backward(record, gradients, self._retain)
         if not any(record.input_requires_grad):
             return
@@ -395,68 +407,7 @@ class Engine:
         else:
             input_gradients[m] = upstream
 
-    _dispatch: dict[str, Callable[..., None]] = {"R": _recompute_action, "B": _backward_action}
-
-
-class _Call(torch.autograd.Function):
-    """The node whose backward runs the pipeline's."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, call: Call, anchor: Tensor, *sources: Tensor) -> Tensor:
-        ctx.engine, ctx.pipeline_call = engine, call
-        ctx.set_materialize_grads(False)
-        return torch.zeros_like(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = ctx.engine._backward(ctx.pipeline_call)
-        sources = len(ctx.needs_input_grad) - 3
-        return (None, None, None, *(gradients or [None] * sources))
-
-
-class _Exit(torch.autograd.Function):
-    """The node that makes the output differentiable, and catches its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, token: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.call, ctx.token = call, token
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.detach() for leaf in leaves)  # detached: views could not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.call.output_gradients = gradients
-        return None, None, None
-
-
-class _Steer(torch.autograd.Function):
-    """A loss of the same value whose graph leads to the given tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return loss.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
-        return (None,) * len(ctx.needs_input_grad)
-
-
-def _wants_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _calls_behind(tensors: Sequence[Tensor]) -> set[int]:
-    """Numbers of the backbone calls that tensors depend on."""
-    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen, found = set(nodes), set()
-    while nodes:
-        node = nodes.pop()
-        call = getattr(node, "pipeline_call", None)
-        if call is not None:
-            found.add(call.number)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return found
+    _dispatch: ClassVar[dict[str, Callable[..., None]]] = {
+        "R": _recompute_action,
+        "B": _backward_action,
+    }

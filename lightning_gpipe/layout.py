@@ -1,7 +1,8 @@
 """A tensor as bytes and back, with its strides.
 
-Whether a tensor is channels-last or transposed decides which kernel runs on it, and so the last bits of its result.
-A stage must therefore get its input with the strides it would have if the layer before stood on the same device.
+Whether a tensor is channels-last or transposed decides which kernel runs on it, and so the last
+bits of its result. A stage must therefore get its input with the strides it would have if the layer
+before stood on the same device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def to_bytes(tensor: Tensor) -> Tensor:
         tensor: Any strided tensor. Expanded dimensions (stride 0) are taken once.
 
     Returns:
-        A contiguous ``uint8`` tensor of shape ``[bytes]`` on the same device; no copy where the tensor is dense.
+        A contiguous ``uint8`` tensor of shape ``[bytes]`` on the same device; no copy where the
+        tensor is dense.
     """
     compact = tensor.detach().resolve_conj().resolve_neg()
     if not compact.is_contiguous():
@@ -25,13 +27,16 @@ def to_bytes(tensor: Tensor) -> Tensor:
     return compact.contiguous().view(-1).view(torch.uint8)
 
 
-def from_bytes(data: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def from_bytes(
+    data: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     """The inverse of :func:`to_bytes`; shares the memory of ``data`` where the layout is dense.
 
     Args:
         data: ``uint8`` tensor of shape ``[bytes]``.
         shape: The tensor's shape.
-        stride: The tensor's strides. They come back exactly, except for a tensor that overlaps itself in memory.
+        stride: The tensor's strides. They come back exactly, except for a tensor that overlaps
+            itself in memory.
         dtype: The tensor's type.
     """
     elements = data.view(dtype)
@@ -79,11 +84,13 @@ def _distinct_sizes(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
 
 
 def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their span of memory without gap or overlap, expanded dimensions aside."""
+    """Whether the elements fill their span of memory without gap or overlap."""
     if 0 in shape:
         return True
     expected = 1
-    for size, step in sorted(zip(_distinct_sizes(shape, stride), stride, strict=True), key=lambda pair: pair[1]):
+    for size, step in sorted(
+        zip(_distinct_sizes(shape, stride), stride, strict=True), key=lambda pair: pair[1]
+    ):
         if size > 1:
             if step != expected:
                 return False

@@ -1,6 +1,7 @@
 """Splits a mini-batch into micro-batches, and merges what comes out.
 
-Mini-batches are pytrees: tuples, lists, dicts, named tuples, and the classes that PyTorch's pytree registry knows.
+Mini-batches are pytrees: tuples, lists, dicts, named tuples, and the classes that PyTorch's pytree
+registry knows.
 """
 
 from __future__ import annotations
@@ -10,13 +11,25 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-
-# PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model outputs register with.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch import Tensor
 
+# PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model
+# outputs register with.
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
 Leaf: TypeAlias = Any
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +59,12 @@ class Tree:
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                 raise TypeError(
-                    f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't be split or sent:"
-                    " use tensors, numbers, strings and None in tuples, lists, dicts, named tuples or classes"
-                    " registered with PyTorch's pytree registry (torch.utils._pytree.register_dataclass)."
+                    f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which"
+                    f" can't be split or sent:"
+                    " use tensors, numbers, strings and None in tuples, lists, dicts, named tuples"
+                    " or classes"
+                    " registered with PyTorch's pytree registry"
+                    " (torch.utils._pytree.register_dataclass)."
                 )
         return cls(leaves, spec)
 
@@ -71,7 +87,8 @@ class Split:
 
     Args:
         sizes: Samples in each micro-batch; they differ by one at most, and none is empty.
-        split_leaves: For each leaf whether it is split; the others go to every micro-batch as they are.
+        split_leaves: For each leaf whether it is split; the others go to every micro-batch as they
+            are.
     """
 
     sizes: tuple[int, ...]
@@ -81,9 +98,10 @@ class Split:
     def plan(cls, batch: Tree, chunks: int) -> Split:
         """Plan the split of a mini-batch along dimension 0.
 
-        The first tensor that has a dimension tells the number of samples N. Tensors whose first dimension is not N
-        are passed whole. N need not be a multiple of ``chunks``: the sizes are those of ``torch.tensor_split``, and
-        with fewer samples than chunks there are N micro-batches.
+        The first tensor that has a dimension tells the number of samples N. Tensors whose first
+        dimension is not N are passed whole. N need not be a multiple of ``chunks``: the sizes are
+        those of ``torch.tensor_split``, and with fewer samples than chunks there are N
+        micro-batches.
 
         Args:
             batch: The input of the backbone, tensors ``[N, …]``.
@@ -95,14 +113,19 @@ class Split:
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim), None)
         if samples is None:
             raise ValueError(
-                "The backbone's input has no tensor with a batch dimension, so it can't be split into micro-batches."
+                "The backbone's input has no tensor with a batch dimension, so it can't be split"
+                " into micro-batches."
                 " Give the backbone at least one tensor of shape [batch, ...]."
             )
         if samples == 0:
-            raise ValueError("The backbone's input has 0 samples (its first dimension is 0): nothing to split.")
+            raise ValueError(
+                "The backbone's input has 0 samples (its first dimension is 0): nothing to split."
+            )
         count = min(chunks, samples)
         sizes = tuple(samples // count + (m < samples % count) for m in range(count))
-        split_leaves = tuple(isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == samples for t in batch.leaves)
+        split_leaves = tuple(
+            isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == samples for t in batch.leaves
+        )
         return cls(sizes, split_leaves)
 
     def scatter(self, batch: Tree) -> list[Tree]:
@@ -113,20 +136,27 @@ class Split:
             leaf.split(self.sizes) if split else (leaf,) * len(self.sizes)
             for leaf, split in zip(batch.leaves, self.split_leaves, strict=True)
         ]
-        return [batch.with_leaves([column[m] for column in columns]) for m in range(len(self.sizes))]
+        return [
+            batch.with_leaves([column[m] for column in columns]) for m in range(len(self.sizes))
+        ]
 
     def gather_gradients(
-        self, like: Sequence[Tensor], is_split: Sequence[bool], gradients: Sequence[Sequence[Tensor | None]]
+        self,
+        like: Sequence[Tensor],
+        is_split: Sequence[bool],
+        gradients: Sequence[Sequence[Tensor | None]],
     ) -> list[Tensor | None]:
         """The gradient of the mini-batch's tensors from those of the micro-batches.
 
         Args:
             like: The mini-batch's tensors that want a gradient.
             is_split: For each of them whether it was split.
-            gradients: For each micro-batch, in order, the gradient of each of these tensors; None counts as zeros.
+            gradients: For each micro-batch, in order, the gradient of each of these tensors; None
+                counts as zeros.
 
         Returns:
-            For each tensor its gradient, or None if no micro-batch has one. Tensors passed whole get the sum.
+            For each tensor its gradient, or None if no micro-batch has one. Tensors passed whole
+            get the sum.
         """
         merged: list[Tensor | None] = []
         for i, tensor in enumerate(like):
@@ -141,7 +171,12 @@ class Split:
             else:
                 parts = tensor.detach().split(self.sizes)
                 merged.append(
-                    torch.cat([torch.zeros_like(p) if g is None else g for p, g in zip(parts, column, strict=True)])
+                    torch.cat(
+                        [
+                            torch.zeros_like(p) if g is None else g
+                            for p, g in zip(parts, column, strict=True)
+                        ]
+                    )
                 )
         return merged
 
@@ -151,8 +186,8 @@ class Merge:
     """How the outputs of micro-batches became the output of the mini-batch.
 
     Args:
-        lengths: For each leaf the length of every micro-batch's part along dimension 0, or None for a leaf that is
-            the same for all.
+        lengths: For each leaf the length of every micro-batch's part along dimension 0, or None for
+            a leaf that is the same for all.
     """
 
     lengths: tuple[tuple[int, ...] | None, ...]
@@ -170,8 +205,8 @@ class Merge:
             The mini-batch's output, and how to split its gradient.
 
         Raises:
-            ValueError: If the micro-batches' outputs differ in structure, or a leaf has neither the batch as its
-                first dimension nor the same value for every micro-batch.
+            ValueError: If the micro-batches' outputs differ in structure, or a leaf has neither the
+                batch as its first dimension nor the same value for every micro-batch.
         """
         first, sizes = outputs[0], split.sizes
         whole = {
@@ -200,22 +235,24 @@ class Merge:
             else:
                 shape = tuple(column[0].shape) if isinstance(column[0], Tensor) else column[0]
                 raise ValueError(
-                    f"Leaf {i} of the backbone's output ({shape} for the first micro-batch of {sizes[0]} samples) has"
-                    " no batch dimension and differs between micro-batches, so it can't be merged. Return values per"
+                    f"Leaf {i} of the backbone's output ({shape} for the first micro-batch of"
+                    f" {sizes[0]} samples) has"
+                    " no batch dimension and differs between micro-batches, so it can't be merged."
+                    " Return values per"
                     " sample, shape [batch, ...], and reduce them in the step; or use chunks=1."
                 )
             lengths.append(length)
         return first.with_leaves(leaves), cls(tuple(lengths))
 
-    def scatter_gradients(self, gradients: Sequence[Tensor | None], micro_batches: int) -> list[list[Tensor | None]]:
-        """The gradient of every micro-batch's output leaves, as views, from those of the merged output."""
+    def scatter_gradients(
+        self, gradients: Sequence[Tensor | None], micro_batches: int
+    ) -> list[list[Tensor | None]]:
+        """The gradients of every micro-batch's output from those of the merged one, as views."""
         rows: list[list[Tensor | None]] = [[None] * len(gradients) for _ in range(micro_batches)]
         for i, (gradient, lengths) in enumerate(zip(gradients, self.lengths, strict=True)):
             if gradient is None:
                 continue
-            if micro_batches == 1:
-                rows[0][i] = gradient
-            elif lengths is None:  # one value for all: the first micro-batch's was taken
+            if micro_batches == 1 or lengths is None:
                 rows[0][i] = gradient
             else:
                 for m, part in enumerate(gradient.split(lengths)):
@@ -224,7 +261,7 @@ class Merge:
 
 
 def _lengths(column: Sequence[Leaf], sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Length of each part along dimension 0, if that is a fixed number of rows per sample; None otherwise."""
+    """Length of each part along dimension 0, if it is a fixed number of rows per sample."""
     if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in column):
         return None
     lengths = tuple(leaf.shape[0] for leaf in column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_gpipe.schedule import Checkpoint, fill_drain, simulate
 
@@ -52,8 +52,8 @@ class Partition:
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Cut layers into stages of consecutive layers, exactly.
 
-    Minimises the cost of the most expensive stage, which is the pipeline's speed; among all such cuts it minimises the
-    variance of the stages' costs (GPipe §2.2).
+    Minimises the cost of the most expensive stage, which is the pipeline's speed; among all such
+    cuts it minimises the variance of the stages' costs (GPipe §2.2).
 
     Args:
         costs: Cost of each layer, not negative.
@@ -67,7 +67,9 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers can't be cut into {stages} stages: use at most {layers} stages.")
+        raise ValueError(
+            f"{layers} layers can't be cut into {stages} stages: use at most {layers} stages."
+        )
     if any(not 0 <= cost < float("inf") for cost in costs):
         raise ValueError(f"Layer costs must be finite and not negative, got {list(costs)}.")
     prefix = [0.0, *accumulate(costs)]
@@ -91,20 +93,28 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     for choice in reversed(choices):
         bounds.append(choice[bounds[-1]])
     bounds.reverse()
-    return tuple(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def _bottleneck(prefix: Sequence[float], stages: int) -> float:
-    """Smallest possible cost of the most expensive stage, by dynamic programming over prefix sums."""
+    """Smallest possible cost of the most expensive stage, by dynamic programming."""
     layers = len(prefix) - 1
     best = list(prefix)  # one stage over the first i layers
     for k in range(2, stages + 1):
         following = [float("inf")] * (layers + 1)
         for i in range(k, layers + 1):
             # best grows and prefix[i] - prefix[j] falls with j: the optimum is where they cross
-            crossing = bisect_left(range(k - 1, i - 1), True, key=lambda j: best[j] >= prefix[i] - prefix[j]) + k - 1
+            crossing = (
+                bisect_left(
+                    range(k - 1, i - 1), True, key=lambda j: best[j] >= prefix[i] - prefix[j]
+                )
+                + k
+                - 1
+            )
             following[i] = min(
-                max(best[j], prefix[i] - prefix[j]) for j in (crossing - 1, crossing) if k - 1 <= j <= i - 1
+                max(best[j], prefix[i] - prefix[j])
+                for j in (crossing - 1, crossing)
+                if k - 1 <= j <= i - 1
             )
         best = following
     return best[layers]

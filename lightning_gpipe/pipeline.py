@@ -1,4 +1,4 @@
-"""A module as a pipeline: finds the backbone, cuts it, takes over its call, and gives the module back."""
+"""A module as a pipeline: cuts it, takes over the backbone's call, gives the module back."""
 
 from __future__ import annotations
 
@@ -14,42 +14,33 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.backbone import find_backbone
 from lightning_gpipe.cost import (
-    Balance,
     UntraceableLayer,
     flop_costs,
     function_costs,
     module_flops,
     parameter_costs,
 )
-from lightning_gpipe.engine import Engine, Links
+from lightning_gpipe.engine import Engine
+from lightning_gpipe.links import Links
 from lightning_gpipe.partition import Partition, cut
 from lightning_gpipe.replicated import Replicated
 from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
-from lightning_gpipe.schedule import Checkpoint
+from lightning_gpipe.settings import Settings
 from lightning_gpipe.stage import Stage
 from lightning_gpipe.state import Skeleton, layers_of, share_outside
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user chose; see :class:`lightning_gpipe.GPipeStrategy`."""
-
-    chunks: int
-    backbone: str | None
-    balance: Balance
-    checkpoint: Checkpoint
-    deferred_batch_norm: bool
 
 
 class Pipeline:
     """One rank's part of the pipeline that a module became.
 
-    Where the balance needs no input of the backbone the module is cut at once, else when the backbone is first called:
-    its input is not the batch, so nothing else tells its shape. Until then the backbone stays in host memory.
+    Where the balance needs no input of the backbone the module is cut at once, else when the
+    backbone is first called: its input is not the batch, so nothing else tells its shape. Until
+    then the backbone stays in host memory.
 
     Args:
         module: The user's module.
         settings: What the user chose.
+        chunks: M.
         links: The process groups.
         devices: The name of every stage's device, for the table.
         optimizers: Returns the optimizers.
@@ -64,6 +55,7 @@ class Pipeline:
         self,
         module: nn.Module,
         settings: Settings,
+        chunks: int,
         links: Links,
         devices: Sequence[str],
         optimizers: Callable[[], Sequence[Optimizer]],
@@ -73,6 +65,7 @@ class Pipeline:
         self.partition: Partition | None = None
         self._module = module
         self._settings = settings
+        self._chunks = chunks
         self._links = links
         self._control = links.control()
         self._devices = devices
@@ -85,27 +78,30 @@ class Pipeline:
         self._redirected: list[nn.Module] = []
         lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
         if lazy:
-            raise ValueError(f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer does.")
+            raise ValueError(
+                f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer"
+                f" does."
+            )
         self._name = find_backbone(module, settings.backbone, self._known_flops())
         self._backbone = module.get_submodule(self._name)
         self._layers = layers_of(self._backbone)
         if len(self._layers) < links.stages:
             raise ValueError(
-                f"The backbone '{self._name}' has {len(self._layers)} layers, fewer than {links.stages} stages: use"
+                f"The backbone '{self._name}' has {len(self._layers)} layers, fewer than"
+                f" {links.stages} stages: use"
                 f" at most {len(self._layers)} devices, or split it into more layers."
             )
-        sizes = _sizes(settings.balance)
-        if sizes is not None:
-            _check_sizes(sizes, len(self._layers), links.stages, self._name)
+        if settings.sizes is not None:
+            _check_sizes(settings.sizes, len(self._layers), links.stages, self._name)
         self._seed = self._control.decide("seed", torch.initial_seed)
         self._redirect(self._backbone, self._forward)
 
     # ------------------------------------------------------------------ life
 
     def to_device(self) -> None:
-        """Move to the device what stands outside the backbone, and cut the backbone if its input isn't needed."""
+        """Move to the device what is outside the backbone, and cut it if that needs no input."""
         share_outside(self._module, self._backbone, self._control, self._links.device)
-        if self._settings.balance == "params" or _sizes(self._settings.balance) is not None:
+        if self._settings.balance == "params" or self._settings.sizes is not None:
             self._cut(None)
 
     def adopt_optimizers(self) -> None:
@@ -119,7 +115,8 @@ class Pipeline:
         """Give the module back.
 
         Args:
-            restore: Whether to bring all weights and optimizer state to the first stage's host memory. Collective then.
+            restore: Whether to bring all weights and optimizer state to the first stage's host
+                memory. Collective then.
         """
         for module in self._redirected:
             module.__dict__.pop("forward", None)
@@ -135,7 +132,9 @@ class Pipeline:
             return
         if not restore:
             return
-        states = [self._skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
+        states = [
+            self._skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()
+        ]
         self._skeleton.restore()
         for optimizer, state in zip(self._optimizers(), states, strict=True):
             if self._links.is_first:
@@ -162,7 +161,9 @@ class Pipeline:
         Yields:
             The loss to differentiate on this stage.
         """
-        if self._engine is None or self._replicated is None:  # no backbone was called: all stages compute the same
+        if (
+            self._engine is None or self._replicated is None
+        ):  # no backbone was called: all stages compute the same
             yield loss
             return
         self._replicated.before_backward()
@@ -186,7 +187,9 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.state_dict`."""
-        return self._skeleton.state_dict() if self._skeleton is not None else self._module.state_dict()
+        return (
+            self._skeleton.state_dict() if self._skeleton is not None else self._module.state_dict()
+        )
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`."""
@@ -196,7 +199,11 @@ class Pipeline:
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.own_optimizer_state`."""
-        return self._skeleton.own_optimizer_state(optimizer, state) if self._skeleton is not None else state
+        return (
+            self._skeleton.own_optimizer_state(optimizer, state)
+            if self._skeleton is not None
+            else state
+        )
 
     # ------------------------------------------------------------------ the cut
 
@@ -206,7 +213,8 @@ class Pipeline:
         Args:
             value: The backbone's input, where the balance needs it.
         """
-        # this may run in a user's evaluation step: the tensors made here must be ordinary ones all the same
+        # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
+        # the same
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             settings, links = self._settings, self._links
             partition = self._control.decide("partition", lambda: self._decide(value))
@@ -214,12 +222,19 @@ class Pipeline:
             outside = outside_share(self._module, self._backbone)
             self._inform(
                 partition_table(
-                    partition, self._name, self._layers, self._devices, settings.chunks, settings.checkpoint, outside
+                    partition,
+                    self._name,
+                    self._layers,
+                    self._devices,
+                    self._chunks,
+                    settings.checkpoint,
+                    outside,
                 )
             )
             if outside > OUTSIDE_LIMIT and links.stages > 1:
                 self._warn(
-                    f"{outside:.0%} of the parameters are outside the backbone '{self._name}'. Every stage holds and"
+                    f"{outside:.0%} of the parameters are outside the backbone '{self._name}'."
+                    f" Every stage holds and"
                     " computes them: move what you can into the backbone, or name another one with"
                     " GPipeStrategy(backbone=...)."
                 )
@@ -231,27 +246,33 @@ class Pipeline:
             for index, layer in enumerate(self._layers):
                 if index not in own and layer not in [self._layers[i] for i in own]:
                     self._redirect(layer, _Elsewhere(index, partition.stage_of(index), links.stage))
-            stage = Stage({i: self._layers[i] for i in own}, links.device, settings.deferred_batch_norm)
-            self._engine = Engine(stage, links, settings.chunks, settings.checkpoint, self._seed)
+            stage = Stage(
+                {i: self._layers[i] for i in own}, links.device, settings.deferred_batch_norm
+            )
+            self._engine = Engine(stage, links, self._chunks, settings.checkpoint, self._seed)
             self._engine.begin_step(*self._step)
             slots = skeleton.replicated
-            buffers = [slot for slot in slots if not slot.is_parameter and slot.tensor.is_floating_point()]
+            buffers = [
+                slot for slot in slots if not slot.is_parameter and slot.tensor.is_floating_point()
+            ]
             self._replicated = Replicated(
-                [slot.tensor for slot in slots if slot.is_parameter], lambda: [slot.tensor for slot in buffers], links
+                [t for t in (slot.tensor for slot in slots) if isinstance(t, nn.Parameter)],
+                lambda: [slot.tensor for slot in buffers],
+                links,
             )
 
     def _decide(self, value: Any) -> Partition:
         balance, stages = self._settings.balance, self._links.stages
-        sizes = _sizes(balance)
-        if sizes is not None:
-            return Partition(sizes, tuple(parameter_costs(self._layers)), "params")
+        if self._settings.sizes is not None:
+            return Partition(self._settings.sizes, tuple(parameter_costs(self._layers)), "params")
         costs, unit = parameter_costs(self._layers), "params"
         if balance == "flops":
             try:
                 costs, unit = flop_costs(self._layers, value), "flops"
             except UntraceableLayer as error:
                 self._warn(
-                    f"Layers are balanced by parameters: their operations can't be counted, because {error}. Choose"
+                    f"Layers are balanced by parameters: their operations can't be counted,"
+                    f" because {error}. Choose"
                     " balance='params' or a list of layers per stage to silence this."
                 )
         elif callable(balance):
@@ -296,20 +317,17 @@ class _Elsewhere:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"Layer {self.layer} of the backbone is on stage {self.stage}, not on stage {self.here}: call the backbone as"
+            f"Layer {self.layer} of the backbone is on stage {self.stage}, not on stage"
+            f" {self.here}: call the backbone as"
             " a whole, not its layers one by one."
         )
-
-
-def _sizes(balance: Balance) -> tuple[int, ...] | None:
-    """An explicit list of layers per stage, if the balance is one."""
-    return None if isinstance(balance, str) or not isinstance(balance, Sequence) else tuple(balance)
 
 
 def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> None:
     if len(sizes) != stages or sum(sizes) != layers:
         raise ValueError(
-            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there are {stages} stages and"
+            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there"
+            f" are {stages} stages and"
             f" '{name}' has {layers} layers: give {stages} numbers that add up to {layers}."
         )
 
@@ -318,6 +336,6 @@ def _state_to(optimizer: Optimizer, device: torch.device) -> None:
     """Move an optimizer's state; its step counters stay where the optimizer put them."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and k != "step"})
-
-
+            state.update(
+                {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and k != "step"}
+            )

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpipe.engine import Links
+from lightning_gpipe.links import Links
 
 Owner = Callable[[Tensor], int | None]
 
@@ -40,11 +40,13 @@ class PipelineClipping:
 def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> Tensor:
     """The 2-norm of the gradients of a whole model's parameters. Collective over the pipeline.
 
-    The norm of each parameter's gradient goes to every stage, and all reduce them in the same order, so the result is
-    the same bit for bit whatever the number of stages. Parameters that every stage holds count once.
+    The norm of each parameter's gradient goes to every stage, and all reduce them in the same
+    order, so the result is the same bit for bit whatever the number of stages. Parameters that
+    every stage holds count once.
 
     Args:
-        parameters: The whole model's, in the same order on every stage; those of other stages without gradient.
+        parameters: The whole model's, in the same order on every stage; those of other stages
+            without gradient.
         owner: Tells the stage that holds a parameter; None: all do.
         links: The process groups.
 
@@ -63,10 +65,13 @@ def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> T
         wire = norms.cpu() if links.through_host else norms
         dist.all_reduce(wire, dist.ReduceOp.SUM, links.down)
         norms = wire.to(links.device)
-    return torch.linalg.vector_norm(norms)
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total
 
 
-def _clip_by_norm(plugin: Precision, owner: Owner, links: Links, optimizer: Optimizer, clip_val: float) -> None:
+def _clip_by_norm(
+    plugin: Precision, owner: Owner, links: Links, optimizer: Optimizer, clip_val: float
+) -> None:
     parameters: list[Any] = list(plugin.main_params(optimizer))
     total = gradient_norm(parameters, owner, links)
     scale = (clip_val / (total + 1e-6)).clamp(max=1.0)

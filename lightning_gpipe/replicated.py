@@ -1,7 +1,8 @@
 """What every stage of a pipeline holds: the modules outside the backbone, and what stages share.
 
-Each stage computes a part of the gradients of these parameters: the last one through the code behind the backbone, the
-first one through the code before it, a stage that shares a weight through its layers. The sum is the gradient.
+Each stage computes a part of the gradients of these parameters: the last one through the code
+behind the backbone, the first one through the code before it, a stage that shares a weight through
+its layers. The sum is the gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gpipe.engine import Links
+from lightning_gpipe.links import Links
 
 
 class Replicated:
@@ -35,7 +36,7 @@ class Replicated:
         self._aside: dict[nn.Parameter, Tensor] = {}
 
     def before_backward(self) -> None:
-        """Set aside gradients that are summed already, so that a further backward is not added to them twice."""
+        """Set aside gradients that are summed already, so that they are not summed again."""
         for parameter, gradient in self._summed.items():
             if parameter.grad is gradient:
                 self._aside[parameter] = gradient
@@ -44,9 +45,9 @@ class Replicated:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Sum gradients over the stages, and give all the first stage's buffers. Collective over the pipeline.
+        """Sum gradients over the stages, and give all the first stage's buffers. Collective.
 
-        A gradient that is missing on some stages counts as zeros there; one that is missing on all stays missing.
+        A gradient that is missing on some stages counts as zeros there; on all, it stays missing.
         """
         if self._links.stages == 1:
             return
@@ -76,7 +77,8 @@ class Replicated:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"A parameter of shape {tuple(parameter.shape)} outside the backbone has a sparse gradient, which"
+                    f"A parameter of shape {tuple(parameter.shape)} outside the backbone has a"
+                    f" sparse gradient, which"
                     " can't be summed over the stages: build its nn.Embedding with sparse=False."
                 )
         gradients = [p.grad for p in parameters if p.grad is not None]

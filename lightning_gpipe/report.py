@@ -41,11 +41,16 @@ def partition_table(
         names = f"{first}" if first == last else f"{first}-{last}"
         kinds = list(dict.fromkeys(type(layers[i]).__name__ for i in indices))
         shown = ", ".join(kinds[:3]) + (", …" if len(kinds) > 3 else "")
-        count = sum(p.numel() for p in {id(p): p for i in indices for p in layers[i].parameters()}.values())
+        count = sum(
+            p.numel() for p in {id(p): p for i in indices for p in layers[i].parameters()}.values()
+        )
         rows.append((str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"))
     widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
     rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
     stages = len(partition.sizes)
     return "\n".join(
         [
@@ -64,7 +69,10 @@ def partition_table(
 def outside_share(module: nn.Module, backbone: nn.Module) -> float:
     """Share of a module's parameters that are outside its backbone, 0 to 1."""
     total = sum(p.numel() for p in module.parameters())
-    inside = sum(p.numel() for p in {id(p): p for layer in layers_of(backbone) for p in layer.parameters()}.values())
+    inside = sum(
+        p.numel()
+        for p in {id(p): p for layer in layers_of(backbone) for p in layer.parameters()}.values()
+    )
     return (total - inside) / total if total else 0.0
 
 

@@ -1,7 +1,8 @@
 """What every stage does, in which order: schedules as plain data.
 
-A *schedule* is one program per stage, a program a sequence of actions. The engine runs the program of its stage; the
-validator, the grid printer and the simulator read the same data. This module knows nothing of tensors.
+A *schedule* is one program per stage, a program a sequence of actions. The engine runs the program
+of its stage; the validator, the grid printer and the simulator read the same data. This module
+knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Action(NamedTuple):
     """One thing a stage does with one micro-batch.
 
     Args:
-        op: ``F`` forward; ``R`` re-materialize, that is run the forward again from the kept input, this time keeping
-            its activations; ``B`` backward.
+        op: ``F`` forward; ``R`` re-materialize, that is run the forward again from the kept input,
+            this time keeping its activations; ``B`` backward.
         micro_batch: Index of the micro-batch, from 0.
     """
 
@@ -38,8 +39,10 @@ Schedule: TypeAlias = tuple[Program, ...]
 def fill_drain(stages: int, micro_batches: int, checkpoint: Checkpoint) -> Schedule:
     """GPipe's schedule: all forwards, then all backwards in reverse order (GPipe, figure 2c).
 
-    A recompute stands *before* its backward as an action of its own, so that a stage runs it while the gradient is
-    still on its way (GPipe §2.3). Every stage has the same program; the waits between stages skew them::
+    A recompute stands *before* its backward as an action of its own, so that a stage runs it while
+    the gradient is
+    still on its way (GPipe §2.3). Every stage has the same program; the waits between stages skew
+    them::
 
         stage 0 | F0 F1 F2          R2 -- -- B2 R1 B1 R0 B0
         stage 1 |    F0 F1 F2 R2 -- B2 R1 B1 R0 B0
@@ -48,9 +51,12 @@ def fill_drain(stages: int, micro_batches: int, checkpoint: Checkpoint) -> Sched
     Args:
         stages: K.
         micro_batches: M.
-        checkpoint: Which micro-batches are re-materialized: all, all but the last (whose backward comes first), none.
+        checkpoint: Which micro-batches are re-materialized: all, all but the last (whose backward
+            comes first), none.
     """
-    kept = {"always": (), "except_last": (micro_batches - 1,), "never": range(micro_batches)}[checkpoint]
+    kept = {"always": (), "except_last": (micro_batches - 1,), "never": range(micro_batches)}[
+        checkpoint
+    ]
     program = [Action("F", m) for m in range(micro_batches)]
     for m in reversed(range(micro_batches)):
         if m not in kept:
@@ -72,9 +78,9 @@ def keeps_graph(program: Program, micro_batch: int) -> bool:
 def validate(schedule: Schedule) -> None:
     """Check that a schedule is complete and runs to its end.
 
-    Every stage forwards the same micro-batches, each once; a backward follows its forward, a recompute stands between
-    the two; neighbours agree on the order of what crosses between them (messages arrive in the order they were sent);
-    and no stage waits for ever.
+    Every stage forwards the same micro-batches, each once; a backward follows its forward, a
+    recompute stands between the two; neighbours agree on the order of what crosses between them
+    (messages arrive in the order they were sent); and no stage waits for ever.
 
     Raises:
         ValueError: Naming the stage and the action, with the schedule drawn as a grid.
@@ -98,7 +104,10 @@ def validate(schedule: Schedule) -> None:
             ours = [a.micro_batch for a in program if a.op == op]
             theirs = [a.micro_batch for a in schedule[neighbour] if a.op == op]
             if ours != theirs:
-                raise _invalid(schedule, f"stage {k} sends {op} in the order {ours}, stage {neighbour} expects {theirs}")
+                raise _invalid(
+                    schedule,
+                    f"stage {k} sends {op} in the order {ours}, stage {neighbour} expects {theirs}",
+                )
     simulate(schedule)
 
 
@@ -119,9 +128,12 @@ class Simulation:
     Args:
         spans: Every action of every stage, with its times.
         length: Time from the first start to the last end.
-        bubble: Share of the stages' time that is idle, 0 to 1: (K-1)/(M+K-1) for equal stages without recompute.
-        peak_inputs: For each stage the largest number of boundary inputs that wait for a recompute at one time.
-        peak_graphs: For each stage the largest number of micro-batches whose activations are held at one time.
+        bubble: Share of the stages' time that is idle, 0 to 1: (K-1)/(M+K-1) for equal stages
+            without recompute.
+        peak_inputs: For each stage the largest number of boundary inputs that wait for a recompute
+            at one time.
+        peak_graphs: For each stage the largest number of micro-batches whose activations are held
+            at one time.
     """
 
     spans: tuple[Span, ...]
@@ -150,8 +162,16 @@ def simulate(
     """
     stages = len(schedule)
     durations: dict[str, list[float]] = {}
-    for op, value in (("F", forward), ("B", backward), ("R", forward if recompute is None else recompute)):
-        durations[op] = [float(value)] * stages if isinstance(value, (int, float)) else [float(v) for v in value]
+    for op, value in (
+        ("F", forward),
+        ("B", backward),
+        ("R", forward if recompute is None else recompute),
+    ):
+        durations[op] = (
+            [float(value)] * stages
+            if isinstance(value, (int, float))
+            else [float(v) for v in value]
+        )
     ends: dict[tuple[int, Action], float] = {}
     spans: list[Span] = []
     clock = [0.0] * stages
@@ -189,7 +209,7 @@ def simulate(
 
 
 def grid(schedule: Schedule) -> str:
-    """Draw a schedule, one row a stage and one column a unit of time, every action taking one unit."""
+    """Draw a schedule: a row a stage, a column a unit of time, every action taking one."""
     spans = simulate(schedule).spans
     width = max((len(repr(span.action)) for span in spans), default=2)
     columns = round(max((span.end for span in spans), default=0))
@@ -213,5 +233,7 @@ def _peak(program: Program, recomputed: bool) -> int:
 
 
 def _invalid(schedule: Schedule, problem: str) -> ValueError:
-    programs = "\n".join(f"  stage {k}: {' '.join(map(repr, program))}" for k, program in enumerate(schedule))
+    programs = "\n".join(
+        f"  stage {k}: {' '.join(map(repr, program))}" for k, program in enumerate(schedule)
+    )
     return ValueError(f"Invalid schedule: {problem}.\n{programs}")

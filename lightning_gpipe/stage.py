@@ -23,7 +23,8 @@ class Setting:
     """What a recompute must restore to draw the same random numbers and to round the same way.
 
     Args:
-        key: Numbers that are the same on every stage and for every number of stages, and differ between calls.
+        key: Numbers that are the same on every stage and for every number of stages, and differ
+            between calls.
         autocast: For each device type whether autocast is on, and its type.
         autocast_cache: Whether autocast keeps its casts.
     """
@@ -47,7 +48,9 @@ class Setting:
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
+                    torch.autocast(
+                        kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache
+                    )
                 )
             yield
 
@@ -61,7 +64,8 @@ class MicroBatch:
         input_requires_grad: The same for the input.
         stored: The input, kept for a recompute.
         roots: Where the backward of each output leaf that wants a gradient begins.
-        input_gradients: Filled by the backward: a gradient or None for each input leaf that wants one.
+        input_gradients: Filled by the backward: a gradient or None for each input leaf that wants
+            one.
     """
 
     output_requires_grad: list[bool]
@@ -79,8 +83,9 @@ class MicroBatch:
 class Stage:
     """Runs the layers of one rank.
 
-    Layers draw their random numbers from a generator that is seeded for (call, micro-batch, layer), so that they are
-    the same for every number of stages and again in the recompute. Python's and NumPy's generators are not covered.
+    Layers draw their random numbers from a generator that is seeded for (call, micro-batch, layer),
+    so that they are the same for every number of stages and again in the recompute. Python's and
+    NumPy's generators are not covered.
 
     Args:
         layers: The layers by their index in the backbone, in order.
@@ -88,36 +93,47 @@ class Stage:
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], device: torch.device, deferred_batch_norm: bool) -> None:
+    def __init__(
+        self, layers: Mapping[int, nn.Module], device: torch.device, deferred_batch_norm: bool
+    ) -> None:
         self.layers = dict(layers)
         self.device = device
-        unique = {id(module): module for layer in self.layers.values() for module in layer.modules()}
+        unique = {
+            id(module): module for layer in self.layers.values() for module in layer.modules()
+        }
         self.batch_norm = DeferredBatchNorm(unique.values(), deferred_batch_norm)
         self._parameters = [p for layer in self.layers.values() for p in layer.parameters()]
         self._modules = list(unique.values())
-        self._buffer_versions = {b: b._version for module in self._modules for b in module.buffers(recurse=False)}
+        self._buffer_versions = {
+            b: b._version for module in self._modules for b in module.buffers(recurse=False)
+        }
 
     def forward(
         self, m: int, inputs: Tree, requires_grad: list[bool], keep_graph: bool, setting: Setting
     ) -> tuple[Tree, MicroBatch]:
         """Run a micro-batch forward.
 
-        With gradients enabled this always builds the graph, so that a layer takes the same kernels as in the recompute
-        and the outputs tell which of them want a gradient; where the graph isn't kept, it saves no activations.
+        With gradients enabled this always builds the graph, so that a layer takes the same kernels
+        as in the recompute and the outputs tell which of them want a gradient; where the graph
+        isn't kept, it saves no activations.
 
         Args:
             m: The micro-batch.
-            inputs: Tensors ``[n, …]`` without a graph. They stay as they are, even if the first layer works in place.
+            inputs: Tensors ``[n, …]`` without a graph. They stay as they are, even if the first
+                layer works in place.
             requires_grad: For each input leaf whether it wants a gradient.
             keep_graph: Whether the activations are kept; otherwise the input is.
             setting: The step's setting; must be in force.
 
         Returns:
-            The output, without a graph, and the record that :meth:`recompute` and :meth:`backward` need.
+            The output, without a graph, and the record that :meth:`recompute` and :meth:`backward`
+            need.
         """
         if not torch.is_grad_enabled():
             with self.batch_norm.micro_batch(recompute=False):
-                outputs = self._run(m, Tree(list(map(_copied, inputs.leaves)), inputs.spec), setting)
+                outputs = self._run(
+                    m, Tree(list(map(_copied, inputs.leaves)), inputs.spec), setting
+                )
             return _detached(outputs), MicroBatch([False] * len(outputs.leaves), requires_grad)
         record = MicroBatch([], requires_grad)
         with ExitStack() as stack:
@@ -125,7 +141,9 @@ class Stage:
                 stack.enter_context(saved_tensors_hooks(_drop, _dropped))
             stack.enter_context(self.batch_norm.micro_batch(recompute=False))
             outputs = self._run(m, _entered(inputs, record), setting)
-        record.output_requires_grad = [isinstance(t, Tensor) and t.requires_grad for t in outputs.leaves]
+        record.output_requires_grad = [
+            isinstance(t, Tensor) and t.requires_grad for t in outputs.leaves
+        ]
         if record.needs_backward:
             if keep_graph:
                 record.roots = _roots(outputs)
@@ -134,28 +152,36 @@ class Stage:
         return _detached(outputs), record
 
     def recompute(self, m: int, record: MicroBatch, setting: Setting, keep_input: bool) -> None:
-        """Run a micro-batch forward again, keeping its activations. Does nothing where no gradient is wanted.
+        """Run a micro-batch forward again, keeping its activations, where a gradient is wanted.
 
         Args:
             m: The micro-batch.
             record: What :meth:`forward` returned.
             setting: The forward's setting, restored here.
-            keep_input: Whether the input is needed once more (a second backward through the same graph).
+            keep_input: Whether the input is needed once more, for a second backward.
         """
         if record.stored is None:
             return
-        with torch.enable_grad(), setting.restore_autocast(), self._still_buffers(), self.batch_norm.micro_batch(True):
+        with (
+            torch.enable_grad(),
+            setting.restore_autocast(),
+            self._still_buffers(),
+            self.batch_norm.micro_batch(True),
+        ):
             inputs = _entered(record.stored, record)
             if not keep_input:
                 record.stored = None
             record.roots = _roots(self._run(m, inputs, setting))
 
-    def backward(self, record: MicroBatch, gradients: Sequence[Tensor | None], retain: bool) -> list[Tensor | None]:
+    def backward(
+        self, record: MicroBatch, gradients: Sequence[Tensor | None], retain: bool
+    ) -> list[Tensor | None]:
         """Run a micro-batch backward, adding to the parameters' gradients.
 
         Args:
             record: What :meth:`forward` returned.
-            gradients: The gradient of each output leaf that wants one; None where the loss doesn't reach it.
+            gradients: The gradient of each output leaf that wants one; None where the loss doesn't
+                reach it.
             retain: Whether the graph is needed once more.
 
         Returns:
@@ -163,7 +189,11 @@ class Stage:
         """
         roots, wanted = record.roots or [], sum(record.input_requires_grad)
         record.input_gradients[:] = [None] * wanted
-        pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(roots, gradients, strict=True)
+            if gradient is not None
+        ]
         if not retain or record.stored is not None:
             record.roots = None
         if pairs:
@@ -179,7 +209,7 @@ class Stage:
 
     @contextmanager
     def random_state(self) -> Iterator[None]:
-        """Put the generators back at the end, so that the code around sees one stream on every stage."""
+        """Put the generators back at the end: the code around sees one stream on every stage."""
         host = torch.get_rng_state()
         device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         try:
@@ -197,7 +227,10 @@ class Stage:
                 value = layer(value)
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(f"In layer {index} ({type(layer).__name__}) of the backbone, micro-batch {m}.")
+                    error.add_note(
+                        f"In layer {index} ({type(layer).__name__}) of the backbone, micro-batch"
+                        f" {m}."
+                    )
                 raise
         return Tree.of(value, f"The output of layer {next(reversed(self.layers))} of the backbone")
 
@@ -210,10 +243,14 @@ class Stage:
 
     @contextmanager
     def _still_buffers(self) -> Iterator[None]:
-        """Let a recompute work on copies of the buffers that layers change, so that it doesn't change them twice."""
+        """Let a recompute work on copies of the buffers that layers change: once is enough."""
         kept = [(module, dict(module._buffers)) for module in self._modules if module._buffers]
         for module, buffers in kept:
-            changed = {n: b for n, b in buffers.items() if b is not None and self._buffer_versions.get(b) != b._version}
+            changed = {
+                n: b
+                for n, b in buffers.items()
+                if b is not None and self._buffer_versions.get(b) != b._version
+            }
             module._buffers.update({name: b.clone() for name, b in changed.items()})
         try:
             yield
@@ -225,7 +262,8 @@ class Stage:
 class _Entry(torch.autograd.Function):
     """Copies a micro-batch's input, and catches its gradient as autograd made it.
 
-    A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other strides.
+    A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other
+    strides.
     """
 
     @staticmethod
@@ -241,11 +279,13 @@ class _Entry(torch.autograd.Function):
 
 
 def _entered(inputs: Tree, record: MicroBatch) -> Tree:
-    """The input as the layers get it: copies, those that want a gradient at the start of a graph."""
+    """The input as the layers get it: copies, with a graph where a gradient is wanted."""
     leaves = list(map(_copied_unless, inputs.leaves, record.input_requires_grad))
     wanted = [i for i, wants in enumerate(record.input_requires_grad) if wants]
     if wanted:
-        heads = _Entry.apply(record.input_gradients, *(leaves[i].detach().requires_grad_() for i in wanted))
+        heads = _Entry.apply(
+            record.input_gradients, *(leaves[i].detach().requires_grad_() for i in wanted)
+        )
         for i, head in zip(wanted, heads, strict=True):
             leaves[i] = head
     return inputs.with_leaves(leaves)
@@ -260,7 +300,9 @@ def _copied(leaf: Any) -> Any:
 
 
 def _detached(tree: Tree) -> Tree:
-    return tree.with_leaves([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree.leaves])
+    return tree.with_leaves(
+        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree.leaves]
+    )
 
 
 def _roots(outputs: Tree) -> list[GradientEdge]:
@@ -273,4 +315,7 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _dropped(_: Any) -> Tensor:
-    raise RuntimeError("A backward ran through a forward whose activations were not kept; it must be recomputed first.")
+    raise RuntimeError(
+        "A backward ran through a forward whose activations were not kept; it must be recomputed"
+        " first."
+    )

@@ -1,8 +1,8 @@
 """The whole module's names with one stage's tensors.
 
-Layers of other stages stay in the module on the meta device: names, state-dict keys and the order of the parameters are
-the whole model's, and no memory is used. Parameters keep their identity, because optimizers and the user's code hold
-them.
+Layers of other stages stay in the module on the meta device: names, state-dict keys and the order
+of the parameters are the whole model's, and no memory is used. Parameters keep their identity,
+because optimizers and the user's code hold them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Slot:
         names: Its dotted names; several if modules share it.
         places: The modules that hold it, and its key in each.
         is_parameter: Whether it is a parameter.
-        owner: The stage that holds it; None: every stage does, because it is used outside the backbone or by several
-            stages.
+        owner: The stage that holds it; None: every stage does, because it is used outside the
+            backbone or by several stages.
         is_outside: Whether it is used outside the backbone.
     """
 
@@ -61,8 +61,10 @@ class Slot:
             torch.utils.swap_tensors(parameter, other)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Can't move the parameter {self.names[0]} between stages, because something holds a weak reference to"
-                f" it or to its graph ({error}). Drop graphs and weak references to the model before the Trainer runs."
+                f"Can't move the parameter {self.names[0]} between stages, because something holds"
+                f" a weak reference to"
+                f" it or to its graph ({error}). Drop graphs and weak references to the model"
+                f" before the Trainer runs."
             ) from error
 
     def to(self, device: torch.device) -> None:
@@ -90,7 +92,12 @@ class Skeleton:
     """
 
     def __init__(
-        self, module: nn.Module, backbone: str, partition: Partition, control: Control, device: torch.device
+        self,
+        module: nn.Module,
+        backbone: str,
+        partition: Partition,
+        control: Control,
+        device: torch.device,
     ) -> None:
         self._module = module
         self._backbone = backbone
@@ -115,9 +122,9 @@ class Skeleton:
         return owner is None or owner == self._control.stage
 
     def cut(self) -> None:
-        """Give every stage its layers' tensors with the first stage's values, and drop the others. Collective.
+        """Give every stage its layers' tensors, with the first stage's values. Collective.
 
-        What stands outside the backbone stays as it is: it may be in use already. See :func:`share_outside`.
+        What is outside the backbone stays as it is, in use already. See :func:`share_outside`.
         """
         with torch.no_grad():
             self._share()
@@ -129,7 +136,10 @@ class Skeleton:
                     slot.to(self._device)
 
     def restore(self) -> None:
-        """Bring what this rank holds to host memory, and the whole module to the first stage's. Collective."""
+        """Bring what this rank holds to host memory, and the whole module to the first stage's.
+
+        Collective.
+        """
         with torch.no_grad():
             for slot in self.slots:
                 slot.to(torch.device("cpu"))
@@ -143,7 +153,8 @@ class Skeleton:
         """The module's state dict. Collective.
 
         Returns:
-            On the first stage the whole module's, on others the same keys with meta tensors for what isn't there.
+            On the first stage the whole module's, on others the same keys with meta tensors for
+            what isn't there.
         """
         state: dict[str, Any] = self._module.state_dict()
         slots = {name: slot for slot in self.slots for name in slot.names}
@@ -177,7 +188,10 @@ class Skeleton:
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a whole module's optimizer state dict that this stage holds."""
         owners = self._owners_of(optimizer)
-        return {**state, "state": {i: s for i, s in state["state"].items() if self.is_here(owners[int(i)])}}
+        return {
+            **state,
+            "state": {i: s for i, s in state["state"].items() if self.is_here(owners[int(i)])},
+        }
 
     def drop_optimizer_state(self, optimizers: Iterable[Optimizer]) -> None:
         """Drop the optimizers' state of parameters that other stages hold."""
@@ -187,7 +201,10 @@ class Skeleton:
                     del optimizer.state[parameter]
 
     def _share(self) -> None:
-        """Send the first stage's values to the stages that hold them. Unseeded processes start from others."""
+        """Send the first stage's values to the stages that hold them.
+
+        Unseeded processes start from others.
+        """
         shared = [slot for slot in self.replicated if not slot.is_outside]
         values = self._control.broadcast("state", [slot.tensor.data for slot in shared], source=0)
         for slot, value in zip(shared, values, strict=True):
@@ -209,7 +226,7 @@ class Skeleton:
         return (slot for slot in self.slots if not self.is_here(slot.owner))
 
     def _to_first(self, owner: int, value: Any) -> Any:
-        """Move a value from a stage to the first one, into host memory; other stages keep theirs."""
+        """Move a value from a stage to the first one's host memory; others keep theirs."""
         if self._control.stage == owner:
             self._control.send("state", _to_host(value), to=0)
         elif self._control.stage == 0:
@@ -220,7 +237,7 @@ class Skeleton:
         return [self.owner(p) for group in optimizer.param_groups for p in group["params"]]
 
     def _owner_of_key(self, key: str) -> int | None:
-        """The stage of a state-dict entry that is no parameter or buffer, such as a layer's extra state."""
+        """The stage of an entry that is no parameter or buffer, such as extra state."""
         for index, name in enumerate(self._module.get_submodule(self._backbone)._modules):
             if key.startswith(f"{self._backbone}.{name}."):
                 return self._partition.stage_of(index)
@@ -232,8 +249,12 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
-def share_outside(module: nn.Module, backbone: nn.Module, control: Control, device: torch.device) -> None:
-    """Move what stands outside the backbone to the device, with the first stage's values. Collective.
+def share_outside(
+    module: nn.Module, backbone: nn.Module, control: Control, device: torch.device
+) -> None:
+    """Move what is outside the backbone to the device, with the first stage's values.
+
+    Collective over the pipeline.
 
     Args:
         module: The user's module.
@@ -301,8 +322,10 @@ def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:
     for module, users in stages.items():
         if len(users) > 1:
             raise ValueError(
-                f"One {type(module).__name__} with running statistics is used by stages {sorted(users)}, which can't both"
-                " move them: use one batch-norm layer each, or a `balance` that keeps its users on one stage."
+                f"One {type(module).__name__} with running statistics is used by stages"
+                f" {sorted(users)}, which can't both"
+                " move them: use one batch-norm layer each, or a `balance` that keeps its users on"
+                " one stage."
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import warnings
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
@@ -13,46 +14,49 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_gpipe import _lightning
-from lightning_gpipe.control import Control
 from lightning_gpipe.cost import Balance
 from lightning_gpipe.data import PipelineLoader
-from lightning_gpipe.engine import Links
-from lightning_gpipe.pipeline import Pipeline, Settings
+from lightning_gpipe.pipeline import Pipeline
 from lightning_gpipe.precision import PipelineClipping
-from lightning_gpipe.schedule import CHECKPOINT_MODES, Checkpoint
+from lightning_gpipe.processes import PipelineProcesses
+from lightning_gpipe.schedule import Checkpoint
+from lightning_gpipe.settings import Settings, check_choice
 
 _T = TypeVar("_T")
 StartMethod = Literal["popen"]
 
 
-class GPipeStrategy(ParallelStrategy):
-    """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages (GPipe, Huang et al. 2019).
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-    The module's steps call an ``nn.Sequential``, the *backbone*. Its layers are cut into K stages, one process each.
-    Every mini-batch is split into M micro-batches that flow through the stages; activations are re-materialized in the
-    backward; the optimizer steps once per mini-batch. The backbone's output comes back on every stage, so the code
-    around it, logging and callbacks run as on one device. The weights don't depend on K.
+
+class GPipeStrategy(PipelineProcesses):
+    """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
+
+    The module's steps call an ``nn.Sequential``, the *backbone*. Its layers are cut into K stages,
+    one process each. Every mini-batch is split into M micro-batches that flow through the stages;
+    activations are re-materialized in the backward; the optimizer steps once per mini-batch. The
+    backbone's output comes back on every stage, so the code around it, logging and callbacks run as
+    on one device. The weights don't depend on K. (GPipe, Huang et al. 2019.)
 
     Args:
-        chunks: M, the number of micro-batches of a mini-batch. ``"auto"``: 4 x stages, which keeps the bubble small.
+        chunks: M, the number of micro-batches of a mini-batch. ``"auto"``: 4 x stages, which keeps
+            the bubble small.
         stages: K, the number of stages. ``"auto"``: all processes.
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
-        balance: How layers are shared out: by ``"flops"`` (operations of the forward, counted without computing
-            them), by ``"params"``, by an explicit list of layers per stage, or by a function of a layer and its input
-            (tensors on the meta device) that returns its cost.
-        checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all but the last, whose
-            backward comes first, ``"never"`` none.
-        deferred_batch_norm: Whether running statistics of batch norm move once per mini-batch, as on one device,
-            instead of once per micro-batch.
+        balance: How layers are shared out: by ``"flops"`` (operations of the forward, counted
+            without computing them), by ``"params"``, by an explicit list of layers per stage, or by
+            a function of a layer and its input (tensors on the meta device) that returns its cost.
+        checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
+            but the last, whose backward comes first, ``"never"`` none.
+        deferred_batch_norm: Whether running statistics of batch norm move once per mini-batch, as
+            on one device, instead of once per micro-batch.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
         start_method: How processes start. ``"popen"``: the script runs once per process.
@@ -78,7 +82,7 @@ class GPipeStrategy(ParallelStrategy):
         checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = _lightning.default_timeout,
+        timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -86,155 +90,38 @@ class GPipeStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        _check_count("chunks", chunks)
-        _check_count("stages", stages)
-        _check_balance(balance)
-        _check_choice("checkpoint", checkpoint, CHECKPOINT_MODES)
-        _check_choice("start_method", start_method, get_args(StartMethod))
-        self.num_nodes = 1
-        self._chunks = chunks
-        self._stages = stages
-        self._backbone = backbone
-        self._balance = balance
-        self._checkpoint = checkpoint
-        self._deferred_batch_norm = deferred_batch_norm
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._links: Links | None = None
-        self._control: Control | None = None
+        check_choice("start_method", start_method, get_args(StartMethod))
+        super().__init__(
+            Settings(chunks, stages, backbone, balance, checkpoint, deferred_batch_norm),
+            process_group_backend,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         self._pipeline: Pipeline | None = None
         self._clipping: PipelineClipping | None = None
         self._evaluations = 0
         self._accumulating = False
-
-    # ------------------------------------------------------------------ the place of this process
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        if self.parallel_devices is None:
-            raise RuntimeError("The strategy has no devices yet: the Trainer sets them.")
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes of this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def stages(self) -> int:
-        """K, the number of stages."""
-        return self.world_size if self._stages == "auto" else self._stages
-
-    @property
-    def chunks(self) -> int:
-        """M, the number of micro-batches that a mini-batch is split into."""
-        return 4 * self.stages if self._chunks == "auto" else self._chunks
-
-    @property
-    def replicas(self) -> int:
-        """D, the number of pipelines."""
-        return self.world_size // self.stages
-
-    @property
-    def stage(self) -> int:
-        """The stage that this process runs."""
-        return self.global_rank % self.stages
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether data is shared out between replicas, in Lightning's sense of the word."""
-        return self.replicas > 1
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.replicas, "rank": self.global_rank // self.stages}
-
-    # ------------------------------------------------------------------ processes
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is None:
-            raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _lightning.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._check_world()
-        _lightning.reset_seed()
-        self.set_world_ranks()
-        if self.cluster_environment is None:
-            raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
-        device = self.root_device
-        backend = self._process_group_backend or _lightning.default_backend(device)
-        _lightning.init_distributed(
-            self.cluster_environment,
-            backend,
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
-        if self._links is None:
-            self._links = self._connect(backend, device)
-            self._control = self._links.control()
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's place."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
-
-    def _check_world(self) -> None:
-        world, stages = self.world_size, self.stages
-        if world % stages:
-            raise ValueError(
-                f"{world} processes can't be divided into pipelines of stages={stages}: choose devices x num_nodes as a"
-                f" multiple of stages, or stages='auto' for one pipeline of {world} stages."
-            )
-        if world > stages:
-            raise ValueError(
-                f"{world} processes make {world // stages} replicas of {stages} stages, and this version trains one"
-                f" replica: use devices={stages}, or stages='auto'."
-            )
-
-    def _connect(self, backend: str, device: torch.device) -> Links:
-        """Make the groups of this process's pipeline. Collective over the world."""
-        links: Links | None = None
-        for first in range(0, self.world_size, self.stages):
-            ranks = list(range(first, first + self.stages))
-            host, down, up = (
-                dist.new_group(ranks, timeout=self._timeout, backend=kind) for kind in ("gloo", backend, backend)
-            )
-            if self.global_rank in ranks:
-                through_host = backend == "gloo"
-                links = Links(self.stage, tuple(ranks), device, host, down, up, through_host)
-        if links is None:
-            raise RuntimeError(f"Rank {self.global_rank} has no place in {self.world_size} processes.")
-        return links
 
     # ------------------------------------------------------------------ the module
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self.accelerator is None or self.lightning_module is None or self._links is None:
-            raise RuntimeError("The strategy was set up before its processes: use it through a Trainer.")
+            raise RuntimeError(
+                "The strategy was set up before its processes: use it through a Trainer."
+            )
         self.accelerator.setup(trainer)
         self._refuse(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(
             self.lightning_module,
-            Settings(
-                chunks=self.chunks,
-                backbone=self._backbone,
-                balance=self._balance,
-                checkpoint=self._checkpoint,
-                deferred_batch_norm=self._deferred_batch_norm,
-            ),
+            self._settings,
+            self.chunks,
             self._links,
             devices=[str(self._device_of(rank)) for rank in self._links.ranks],
             optimizers=lambda: self.optimizers,
@@ -250,7 +137,9 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self._clipping = PipelineClipping(self.precision_plugin, self._pipeline.owner, self._links)
         for module in self.lightning_module.modules():
-            if isinstance(module, Metric):  # every stage sees the same values: there is nothing to synchronize
+            if isinstance(
+                module, Metric
+            ):  # every stage sees the same values: there is nothing to synchronize
                 module.distributed_available_fn = _not_distributed
 
     @override
@@ -266,19 +155,23 @@ class GPipeStrategy(ParallelStrategy):
         """Refuse what this version can't do, rather than do it wrong."""
         if self._layer_sync is not None:
             raise ValueError(
-                "sync_batchnorm=True has no meaning with one pipeline: micro-batches are normalised by themselves, and"
-                " deferred_batch_norm=True keeps the running statistics of the whole mini-batch. Leave it out."
+                "sync_batchnorm=True has no meaning with one pipeline: micro-batches are"
+                " normalised by themselves, and"
+                " deferred_batch_norm=True keeps the running statistics of the whole mini-batch."
+                " Leave it out."
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                "precision='16-mixed' scales the loss, which this version can't do over several stages: use 'bf16-mixed'."
+                "precision='16-mixed' scales the loss, which this version can't do over several"
+                " stages: use 'bf16-mixed'."
             )
 
     def _refuse_optimizers(self) -> None:
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ValueError(
-                    "LBFGS needs all parameters of the model on one device, and GPipeStrategy spreads them over stages:"
+                    "LBFGS needs all parameters of the model on one device, and GPipeStrategy"
+                    " spreads them over stages:"
                     " use an optimizer that works parameter by parameter, such as SGD or AdamW."
                 )
 
@@ -310,7 +203,9 @@ class GPipeStrategy(ParallelStrategy):
         self._active_pipeline().begin_step(1, self._evaluations)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Run the backward of a step. Collective over the pipeline.
 
         Args:
@@ -324,7 +219,9 @@ class GPipeStrategy(ParallelStrategy):
         pipeline, plugin = self._active_pipeline(), self.precision_plugin
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
-        with pipeline.backward(closure_loss, bool(kwargs.get("retain_graph")), not self._accumulating) as loss:
+        with pipeline.backward(
+            closure_loss, bool(kwargs.get("retain_graph")), not self._accumulating
+        ) as loss:
             plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -333,7 +230,7 @@ class GPipeStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave gradients outside the backbone unsummed until a later backward, to accumulate them first."""
+        """Leave gradients outside the backbone unsummed, to accumulate them first."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -346,44 +243,6 @@ class GPipeStrategy(ParallelStrategy):
         if self._control is None or self.stages == 1:
             return dataloader
         return PipelineLoader(dataloader, self._control)
-
-    # ------------------------------------------------------------------ collectives
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not _lightning.distributed_is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        if not _lightning.distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce a value over replicas: with one replica every stage has the whole value already."""
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather a value from all replicas: with one replica every stage has it already."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree on a decision over all processes."""
-        if not _lightning.distributed_is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
 
     # ------------------------------------------------------------------ state
 
@@ -402,23 +261,36 @@ class GPipeStrategy(ParallelStrategy):
         return self._pipeline.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole module's weights; what this stage doesn't hold stays on meta."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this stage's part of the optimizers' state."""
         if self._pipeline is not None:
             states = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
-            own = [self._pipeline.own_optimizer_state(optimizer, state) for optimizer, state in states]
+            own = [
+                self._pipeline.own_optimizer_state(optimizer, state) for optimizer, state in states
+            ]
             checkpoint = {**checkpoint, "optimizer_states": own}
         super().load_optimizer_state_dict(checkpoint)
 
     @override
     def teardown(self) -> None:
-        """Give the user the whole module back, on rank 0 and in host memory; not after an exception."""
+        """Give the user the whole module back on rank 0, in host memory, but after an error."""
         pipeline, self._pipeline = self._pipeline, None
         if self._clipping is not None:
             self._clipping.remove()
             self._clipping = None
         module = self.lightning_module
-        interrupted = module is None or module._trainer is None or module.trainer.state.status == TrainerStatus.INTERRUPTED
+        interrupted = (
+            module is None
+            or module._trainer is None
+            or module.trainer.state.status == TrainerStatus.INTERRUPTED
+        )
         if pipeline is not None:
             pipeline.close(restore=not interrupted)
         if self._control is not None and self._links is not None and not interrupted:
@@ -442,29 +314,12 @@ class GPipeStrategy(ParallelStrategy):
 
     def _active_pipeline(self) -> Pipeline:
         if self._pipeline is None:
-            raise RuntimeError("The pipeline is not set up: steps run inside Trainer.fit, validate, test or predict.")
+            raise RuntimeError(
+                "The pipeline is not set up: steps run inside Trainer.fit, validate, test or"
+                " predict."
+            )
         return self._pipeline
 
 
 def _not_distributed() -> bool:
     return False
-
-
-def _check_count(name: str, value: object) -> None:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{name} must be 'auto' or a whole number from 1, got {name}={value!r}.")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {name}={value!r}.")
-
-
-def _check_balance(balance: object) -> None:
-    if isinstance(balance, str):
-        _check_choice("balance", balance, ("flops", "params"))
-    elif isinstance(balance, Sequence):
-        if not balance or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in balance):
-            raise ValueError(f"balance as a list gives every stage at least one layer, got balance={balance!r}.")
-    elif not isinstance(balance, Callable):  # type: ignore[arg-type]  # an ABC that isinstance accepts
-        raise ValueError(f"balance must be 'flops', 'params', a list of layers per stage or a function, got {balance!r}.")

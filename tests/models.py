@@ -24,7 +24,9 @@ class Module(L.LightningModule):
         self.double()
 
     def build(self) -> None:
-        self.backbone = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        self.backbone = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        )
 
     def forward(self, x: Tensor) -> Any:
         return self.backbone(x)
@@ -116,7 +118,7 @@ class InPlace(Module):
 
 
 class Trees(Module):
-    """Boundaries of tuples, dicts, None, int64 and bool tensors, numbers, expanded and transposed views."""
+    """Boundaries of tuples, dicts, None, int64 and bool tensors, numbers and views."""
 
     class Block(nn.Module):
         def __init__(self, odd: bool) -> None:
@@ -126,7 +128,12 @@ class Trees(Module):
 
         def forward(self, value: Any) -> Any:
             if isinstance(value, dict):
-                h, mask, index, extra = value["h"].T, value["flags"][0], value["flags"][1], value["extra"]
+                h, mask, index, extra = (
+                    value["h"].T,
+                    value["flags"][0],
+                    value["flags"][1],
+                    value["extra"],
+                )
             else:
                 h, (mask, index, extra, _) = value
             scale = extra[2]
@@ -142,8 +149,16 @@ class Trees(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask, index = x > -0.5, torch.arange(len(x)) % 3
-        h, (mask, index, (kept, nothing, scale), text) = self.backbone((x, (mask, index, (x[:, :1].expand(-1, WIDTH), None, 0.5), "text")))
-        if (mask.dtype, index.dtype, nothing, scale, text) != (torch.bool, torch.int64, None, 0.5, "text"):
+        h, (mask, index, (kept, nothing, scale), text) = self.backbone(
+            (x, (mask, index, (x[:, :1].expand(-1, WIDTH), None, 0.5), "text"))
+        )
+        if (mask.dtype, index.dtype, nothing, scale, text) != (
+            torch.bool,
+            torch.int64,
+            None,
+            0.5,
+            "text",
+        ):
             raise AssertionError("the tree came back changed")
         return h + kept
 
@@ -166,19 +181,23 @@ class Lengths(Module):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         length = 3 + int(x[0, 0].abs() * 1000) % 3
         mask = torch.ones(length, length, dtype=x.dtype).tril()
-        h, _ = self.backbone((x.unsqueeze(1).expand(-1, length, -1) * torch.arange(1, length + 1).view(-1, 1), mask))
+        h, _ = self.backbone(
+            (x.unsqueeze(1).expand(-1, length, -1) * torch.arange(1, length + 1).view(-1, 1), mask)
+        )
         return nn.functional.mse_loss(h.mean(1), y)
 
 
 class Flattened(Module):
-    """Micro-batches of different shapes within a mini-batch: a layer that merges samples and positions."""
+    """A layer that merges samples and positions."""
 
     class Flatten(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.reshape(-1, 2)
 
     def build(self) -> None:
-        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), self.Flatten(), nn.Linear(2, 3), nn.Tanh())
+        self.backbone = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), self.Flatten(), nn.Linear(2, 3), nn.Tanh()
+        )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(self(x).mean(1), y.reshape(-1, 2).mean(1))

@@ -1,6 +1,7 @@
 """Runs test functions on several processes, with a deadline.
 
-Processes start once per world size and run many functions: starting them costs seconds, importing Lightning most of it.
+Processes start once per world size and run many functions: starting them costs seconds, importing
+Lightning most of it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ class RankError(AssertionError):
     """A function failed on a rank; carries the rank's traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120
+) -> list[Any]:
     """Call a function on every rank of a world of gloo processes.
 
     Args:
-        function: A module-level function; inside, Lightning finds a cluster of ``world_size`` processes on one node.
+        function: A module-level function; inside, Lightning finds a cluster of ``world_size``
+            processes on one node.
         world_size: Number of processes.
         args: Its arguments.
         timeout_s: Deadline for all ranks together.
@@ -41,7 +45,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         What it returned, by rank.
 
     Raises:
-        RankError: With the traceback of the first rank that failed, or the ranks that missed the deadline.
+        RankError: With the traceback of the first rank that failed, or the ranks that missed the
+            deadline.
     """
     pool = _pools.get(world_size)
     if pool is None:
@@ -57,7 +62,7 @@ class Pool:
     """A world of processes that wait for functions."""
 
     def __init__(self, world_size: int) -> None:
-        self._store = tempfile.NamedTemporaryFile(prefix="gpipe-store-")
+        self._store = tempfile.NamedTemporaryFile(prefix="gpipe-store-")  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -70,16 +75,22 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, args))
         waiting = dict(enumerate(self._pipes))
         results: dict[int, Any] = {}
         end = time.monotonic() + timeout_s
         while waiting:
-            ready = multiprocessing.connection.wait(waiting.values(), max(0.0, end - time.monotonic()))
+            ready = multiprocessing.connection.wait(
+                waiting.values(), max(0.0, end - time.monotonic())
+            )
             if not ready:
-                raise RankError(f"{function.__name__}: ranks {sorted(waiting)} did not end within {timeout_s} s")
+                raise RankError(
+                    f"{function.__name__}: ranks {sorted(waiting)} did not end within {timeout_s} s"
+                )
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     failed, value = waiting.pop(rank).recv()
@@ -112,7 +123,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         OMP_NUM_THREADS="1",
     )
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
     )
     while True:
         try:

@@ -24,7 +24,11 @@ class Normalised(L.LightningModule):
         super().__init__()
         self.data, self.batch_size = data, batch_size
         self.backbone = nn.Sequential(
-            nn.BatchNorm2d(3, momentum=momentum), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+            nn.BatchNorm2d(3, momentum=momentum),
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
         ).to(data.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -37,7 +41,9 @@ class Normalised(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def pipeline_state(module: Normalised, stages: int, chunks: int, mode: str, deferred: bool = True) -> dict[str, Tensor]:
+def pipeline_state(
+    module: Normalised, stages: int, chunks: int, mode: str, deferred: bool = True
+) -> dict[str, Tensor]:
     strategy = GPipeStrategy(chunks, checkpoint=mode, deferred_batch_norm=deferred)  # type: ignore[arg-type]
     return train(copy.deepcopy(module), max_epochs=1, devices=stages, strategy=strategy)
 
@@ -56,13 +62,18 @@ def test_one_micro_batch_equals_a_plain_trainer(mode: str, deferred: bool) -> No
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize(
     ("dtype", "mean", "tolerance"),
-    [(torch.float64, 0.0, {"rtol": 0, "atol": 1e-10}), (torch.float32, 1000.0, {"rtol": 1e-5, "atol": 0})],
+    [
+        (torch.float64, 0.0, {"rtol": 0, "atol": 1e-10}),
+        (torch.float32, 1000.0, {"rtol": 1e-5, "atol": 0}),
+    ],
 )
 def test_running_statistics_are_the_mini_batchs(
     dtype: torch.dtype, mean: float, tolerance: dict[str, float], momentum: float | None
 ) -> None:
     torch.manual_seed(0)
-    data = torch.randn(3 * 34, 3, 32, 32, dtype=dtype) + mean  # 34 samples in 4 micro-batches: 9, 9, 8, 8
+    data = (
+        torch.randn(3 * 34, 3, 32, 32, dtype=dtype) + mean
+    )  # 34 samples in 4 micro-batches: 9, 9, 8, 8
     module = Normalised(data, 34, momentum)
     reference = nn.BatchNorm2d(3, momentum=momentum).double()
     for batch in data.double().split(34):
@@ -70,7 +81,9 @@ def test_running_statistics_are_the_mini_batchs(
     for stages, mode in ((1, "always"), (2, "except_last")):
         state = run_ranks(pipeline_state, stages, module, stages, 4, mode)[0]
         for name, expected in reference.named_buffers():
-            torch.testing.assert_close(state[f"backbone.0.{name}"].to(expected.dtype), expected, **tolerance)
+            torch.testing.assert_close(
+                state[f"backbone.0.{name}"].to(expected.dtype), expected, **tolerance
+            )
 
 
 def test_not_deferred_statistics_move_with_every_micro_batch() -> None:
@@ -81,7 +94,9 @@ def test_not_deferred_statistics_move_with_every_micro_batch() -> None:
     reference = nn.BatchNorm2d(3).double()
     for part in module.data.split(2):
         reference(part)
-    torch.testing.assert_close(state["backbone.0.running_var"], reference.running_var, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        state["backbone.0.running_var"], reference.running_var, rtol=0, atol=1e-12
+    )
 
 
 def test_a_layer_used_twice_moves_twice() -> None:

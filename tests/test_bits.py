@@ -16,7 +16,7 @@ from tests.training import train
 
 
 class ConvNet(L.LightningModule):
-    """Dropout, batch norm, channels-last, in-place layers, a weighted loss and a head outside, in float32."""
+    """Dropout, batch norm, channels-last, in-place layers and a head outside, in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,9 @@ class ConvNet(L.LightningModule):
                 nn.ReLU(inplace=True),
                 nn.Dropout2d(0.3),
             ]
-        self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5))
+        self.backbone = nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5)
+        )
         self.stem = nn.BatchNorm2d(3)
         self.head = nn.Linear(16, 5)
         self.drop = nn.Dropout(0.2)
@@ -36,7 +38,9 @@ class ConvNet(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         x = self.stem(x.contiguous(memory_format=torch.channels_last)) + 0.1 * torch.rand(())
-        return nn.functional.cross_entropy(self.head(self.drop(self.backbone(x))), y, weight=torch.rand(5))
+        return nn.functional.cross_entropy(
+            self.head(self.drop(self.backbone(x))), y, weight=torch.rand(5)
+        )
 
     def train_dataloader(self) -> Any:
         x, y = torch.randn(50, 3, 9, 9), torch.randint(5, (50,))
@@ -51,7 +55,12 @@ def weights(stages: int, mode: str) -> dict[str, Tensor]:
     module = ConvNet().to(memory_format=torch.channels_last)
     strategy = GPipeStrategy(4, checkpoint=mode)  # type: ignore[arg-type]
     return train(
-        module, max_epochs=3, devices=stages, strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=0.05
+        module,
+        max_epochs=3,
+        devices=stages,
+        strategy=strategy,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.05,
     )
 
 
@@ -61,9 +70,13 @@ def test_bits_do_not_depend_on_the_number_of_stages(mode: str) -> None:
     assert expected["backbone.1.num_batches_tracked"] == 15
     for stages in (2, 3, 4):
         state = run_ranks(weights, stages, stages, mode)[0]
-        different = [name for name, value in expected.items() if not torch.equal(value, state[name])]
+        different = [
+            name for name, value in expected.items() if not torch.equal(value, state[name])
+        ]
         assert not different, f"{stages} stages: {different}"
-        assert [name for name, value in expected.items() if value.stride() != state[name].stride()] == []
+        assert [
+            name for name, value in expected.items() if value.stride() != state[name].stride()
+        ] == []
 
 
 def test_seeds_matter() -> None:

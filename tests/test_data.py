@@ -28,7 +28,11 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         seed = int.from_bytes(os.urandom(4), "little")
         x = torch.randn(6) + random.random() + float(numpy.random.rand()) + seed % 7
-        return x, x.sum(), {"worker": get_worker_info().id, "name": f"sample {index}", "pid": os.getpid()}
+        return (
+            x,
+            x.sum(),
+            {"worker": get_worker_info().id, "name": f"sample {index}", "pid": os.getpid()},
+        )
 
 
 class Stream(IterableDataset[Any]):
@@ -51,7 +55,16 @@ class Recording(L.LightningModule):
     def _step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         x, y, extra = batch
         torch.testing.assert_close(x.sum(1), y)
-        self.seen.append((self.trainer.state.stage, dataloader_idx, x.clone(), extra, torch.rand(1), random.random()))
+        self.seen.append(
+            (
+                self.trainer.state.stage,
+                dataloader_idx,
+                x.clone(),
+                extra,
+                torch.rand(1),
+                random.random(),
+            )
+        )
         return nn.functional.mse_loss(self.backbone(x).squeeze(1), y)
 
     training_step = validation_step = test_step = predict_step = _step
@@ -62,7 +75,11 @@ class Recording(L.LightningModule):
 
 def run_all(stages: int, stream: bool) -> list[Any]:
     def loader() -> Any:
-        return DataLoader(Stream(), batch_size=4) if stream else DataLoader(Augmented(), batch_size=5, num_workers=2)
+        return (
+            DataLoader(Stream(), batch_size=4)
+            if stream
+            else DataLoader(Augmented(), batch_size=5, num_workers=2)
+        )
 
     module = Recording()
     options: dict[str, Any] = {"devices": stages, "max_epochs": 2}
@@ -71,7 +88,9 @@ def run_all(stages: int, stream: bool) -> list[Any]:
         if verb == "fit":
             run.fit(module, loader(), [loader(), loader()])
         else:
-            getattr(run, verb)(module, loader(), **({} if verb == "predict" else {"verbose": False}))
+            getattr(run, verb)(
+                module, loader(), **({} if verb == "predict" else {"verbose": False})
+            )
     return module.seen
 
 
@@ -99,7 +118,9 @@ class Failing(Stream):
 
 def train_on_failing_data() -> str:
     try:
-        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2)).fit(Recording(), DataLoader(Failing(), batch_size=1))
+        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2)).fit(
+            Recording(), DataLoader(Failing(), batch_size=1)
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -116,7 +137,9 @@ def call_on_one_rank(rank: int) -> None:
     module = Recording()
 
     class Careless(L.Callback):
-        def on_train_batch_start(self, run: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, run: L.Trainer, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == 1 and run.global_rank == rank:
                 module.backbone(batch[0])
 

@@ -1,4 +1,4 @@
-"""The heart: whatever the module, the number of stages and the mode, the weights are a plain Trainer's."""
+"""The heart: whatever the module, the stages and the mode, the weights are a plain Trainer's."""
 
 from __future__ import annotations
 
@@ -39,17 +39,23 @@ def options_of(case: str) -> dict[str, Any]:
     return {"accumulate_grad_batches": 3} if case == "accumulation" else {}
 
 
-def pipeline_runs(case: str, stages: int, initial: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], Any]:
+def pipeline_runs(
+    case: str, stages: int, initial: dict[str, dict[str, torch.Tensor]]
+) -> dict[tuple[str, str], Any]:
     """Train a case in every mode with every optimizer on this rank."""
     kind, chunks = CASES[case]
     results = {}
     for optimizer, state in initial.items():
         for mode in MODES:
             module = kind(optimizer)
-            if int(torch.distributed.get_rank()) == 0:  # the other stages must get the first one's weights
+            if (
+                int(torch.distributed.get_rank()) == 0
+            ):  # the other stages must get the first one's weights
                 module.load_state_dict(state)
             strategy = GPipeStrategy(chunks, stages=stages, checkpoint=mode)
-            results[optimizer, mode] = train(module, max_steps=STEPS, devices=stages, strategy=strategy, **options_of(case))
+            results[optimizer, mode] = train(
+                module, max_steps=STEPS, devices=stages, strategy=strategy, **options_of(case)
+            )
     return results
 
 
@@ -65,7 +71,9 @@ def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
         expected[optimizer] = train(module, max_steps=STEPS, devices=1, **options_of(case))
         for name, parameter in module.named_parameters():
             moved = not torch.equal(parameter, initial[optimizer][name])
-            assert moved == parameter.requires_grad, f"{name} should {'' if parameter.requires_grad else 'not '}move"
+            assert moved == parameter.requires_grad, (
+                f"{name} should {'' if parameter.requires_grad else 'not '}move"
+            )
     whole = run_ranks(pipeline_runs, stages, case, stages, initial)[0]
     for (optimizer, mode), state in whole.items():
         assert list(state) == list(expected[optimizer])
@@ -75,5 +83,7 @@ def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
                 expected[optimizer][name],
                 rtol=0,
                 atol=1e-10,
-                msg=lambda text, name=name, optimizer=optimizer, mode=mode: f"{name} ({optimizer}, {mode}): {text}",
+                msg=lambda text, name=name, optimizer=optimizer, mode=mode: (
+                    f"{name} ({optimizer}, {mode}): {text}"
+                ),
             )

@@ -23,12 +23,16 @@ from tests.training import trainer
 
 
 class Reporting(L.LightningModule):
-    """Logs by step and epoch, with metrics and Python lists, and steers a scheduler by what it logs."""
+    """Logs by step and epoch, with metrics and Python lists, and steers a scheduler by it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())))
-        self.metrics = MetricCollection({"accuracy": MulticlassAccuracy(6), "error": MeanSquaredError(num_outputs=6)})
+        self.backbone = nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh()))
+        )
+        self.metrics = MetricCollection(
+            {"accuracy": MulticlassAccuracy(6), "error": MeanSquaredError(num_outputs=6)}
+        )
         self.seen = SumMetric()
         self.outputs: list[Tensor] = []
         self.double()
@@ -38,7 +42,9 @@ class Reporting(L.LightningModule):
         out = self.backbone(x)
         loss = nn.functional.cross_entropy(out, y)
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict({"norm": out.norm(), "batch": float(batch_idx)}, on_epoch=True, reduce_fx="max")
+        self.log_dict(
+            {"norm": out.norm(), "batch": float(batch_idx)}, on_epoch=True, reduce_fx="max"
+        )
         return {"loss": loss, "out": out.detach()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -59,8 +65,13 @@ class Reporting(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.05
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+        }
 
     def on_train_epoch_end(self) -> None:
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -80,7 +91,9 @@ class Reporting(L.LightningModule):
 def report(module: Reporting, folder: Path, **options: Any) -> dict[str, Any]:
     """Train, and return what this rank saw."""
     stopping = EarlyStopping("val_loss", patience=3, mode="min")
-    saving = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)
+    saving = ModelCheckpoint(
+        folder / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True
+    )
     run = trainer(
         max_epochs=6,
         log_every_n_steps=1,
@@ -105,7 +118,10 @@ def report_pipeline(module: Reporting, folder: Path, stages: int) -> dict[str, A
 
 def read(folder: Path) -> list[dict[str, float]]:
     with (folder / "metrics.csv").open() as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        return [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -118,8 +134,16 @@ def test_metrics_equal_a_plain_trainers(stages: int, tmp_path: Path) -> None:
     assert len(rows) == len(expected_rows) > 20
     for row, expected_row in zip(rows, expected_rows, strict=True):
         assert row == pytest.approx(expected_row, rel=1e-6, abs=1e-6)
-    assert {name for row in rows for name in row} >= {"train_loss_step", "train_loss_epoch", "val_loss", "lr", "seen"}
-    assert len({row["lr"] for row in rows if "lr" in row}) > 1, "the plateau scheduler should have acted"
+    assert {name for row in rows for name in row} >= {
+        "train_loss_step",
+        "train_loss_epoch",
+        "val_loss",
+        "lr",
+        "seen",
+    }
+    assert len({row["lr"] for row in rows if "lr" in row}) > 1, (
+        "the plateau scheduler should have acted"
+    )
     for rank in ranks:
         assert rank["metrics"] == ranks[0]["metrics"]
         assert {**rank, "metrics": None} == {**expected, "metrics": None}

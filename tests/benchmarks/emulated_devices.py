@@ -1,8 +1,8 @@
 """Step time on emulated devices against the schedule's bound.
 
-Every stage is one layer that sleeps, so that any number of stages runs truly in parallel on few cores: 5 ms forward and
-10 ms backward per micro-batch. How long a sleep really takes is measured in the same run, on every rank; the schedule's
-simulator turns these times into the bound. Run it with
+Every stage is one layer that sleeps, so that any number of stages runs truly in parallel on few
+cores: 5 ms forward and 10 ms backward per micro-batch. How long a sleep really takes is measured in
+the same run, on every rank; the schedule's simulator turns these times into the bound. Run it with
 
     python -m tests.benchmarks.emulated_devices --stages 4 --chunks 8 --checkpoint always
 """
@@ -91,7 +91,8 @@ def measure(stages: int, chunks: int, checkpoint: str, steps: int) -> dict[str, 
     """Train on emulated devices, on every rank.
 
     Returns:
-        The median step and the bound, in seconds, and their ratio; ``efficiency`` is 1 at the bound.
+        The median step and the bound, in seconds, and their ratio; ``efficiency`` is 1 at the
+        bound.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -112,7 +113,9 @@ def measure(stages: int, chunks: int, checkpoint: str, steps: int) -> dict[str, 
     trainer.fit(module, data)
     own = layers[torch.distributed.get_rank()].log
     times: list[Any] = [None] * stages
-    torch.distributed.all_gather_object(times, [statistics.mean(own["F"]), statistics.mean(own["B"])])
+    torch.distributed.all_gather_object(
+        times, [statistics.mean(own["F"]), statistics.mean(own["B"])]
+    )
     forward, backward = [t[0] for t in times], [t[1] for t in times]
     bound = simulate(fill_drain(stages, chunks, checkpoint), forward, backward).length  # type: ignore[arg-type]
     step = statistics.median(module.steps[2:])
@@ -128,10 +131,14 @@ def measure(stages: int, chunks: int, checkpoint: str, steps: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--checkpoint", default="always", choices=["always", "except_last", "never"])
+    parser.add_argument(
+        "--checkpoint", default="always", choices=["always", "except_last", "never"]
+    )
     parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args()
     result = measure(arguments.stages, arguments.chunks, arguments.checkpoint, arguments.steps)

@@ -1,0 +1,90 @@
+"""Where the pipeline joins the autograd graph of the user's step.
+
+For autograd a call of the backbone is two nodes::
+
+    user's code before ──> CallNode ──token──> ExitNode ──> user's code after ──> loss
+
+``ExitNode`` catches the gradient of the output, ``CallNode`` runs the pipeline's backward and
+returns the input's gradient. On the last stage a backward from the loss goes through both. On the
+others the loss's gradient is nobody's business: a ``SteerNode`` gives them a loss of the same value
+whose graph leads straight to the tokens of the calls that the last stage reaches. So one traversal
+of autograd runs on each stage, in the same order, and calls may be chained, skipped around, or
+share what stands before them. A token lives as long as the graph of its output, no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+RunBackward: TypeAlias = Callable[[], list[Tensor | None]]
+CatchGradients: TypeAlias = Callable[[Sequence[Tensor | None]], None]
+
+
+class CallNode(torch.autograd.Function):
+    """The node whose backward runs the pipeline's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, number: int, run_backward: RunBackward, anchor: Tensor, *sources: Tensor
+    ) -> Tensor:
+        ctx.gpipe_call, ctx.run_backward = number, run_backward
+        ctx.set_materialize_grads(False)
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = ctx.run_backward()
+        sources = len(ctx.needs_input_grad) - 3
+        return (None, None, None, *(gradients or [None] * sources))
+
+
+class ExitNode(torch.autograd.Function):
+    """The node that makes the output differentiable, and catches its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, catch: CatchGradients, token: Tensor, leaves: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.catch, ctx.token = catch, token
+        ctx.set_materialize_grads(False)
+        return tuple(
+            leaf.detach() for leaf in leaves
+        )  # detached: views could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.catch(gradients)
+        return None, None, None
+
+
+class SteerNode(torch.autograd.Function):
+    """A loss of the same value whose graph leads to the given tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def calls_behind(tensors: Sequence[Tensor]) -> set[int]:
+    """Numbers of the backbone calls that tensors depend on."""
+    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        number = getattr(node, "gpipe_call", None)
+        if number is not None:
+            found.add(number)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
