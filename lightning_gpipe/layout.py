@@ -24,7 +24,8 @@ def to_bytes(tensor: Tensor) -> Tensor:
     compact = tensor.detach().resolve_conj().resolve_neg()
     if not compact.is_contiguous():
         compact = _compact(compact)
-    return compact.contiguous().view(-1).view(torch.uint8)
+    compact = compact.contiguous()
+    return compact.as_strided((compact.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(

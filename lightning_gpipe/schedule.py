@@ -44,8 +44,8 @@ def fill_drain(stages: int, micro_batches: int, checkpoint: Checkpoint) -> Sched
     still on its way (GPipe §2.3). Every stage has the same program; the waits between stages skew
     them::
 
-        stage 0 | F0 F1 F2          R2 -- -- B2 R1 B1 R0 B0
-        stage 1 |    F0 F1 F2 R2 -- B2 R1 B1 R0 B0
+        stage 0 | F0 F1 F2 R2             B2 R1 B1 R0 B0
+        stage 1 |    F0 F1 F2 R2       B2 R1 B1 R0 B0
         stage 2 |       F0 F1 F2 R2 B2 R1 B1 R0 B0
 
     Args:

@@ -1,0 +1,118 @@
+"""Splitting and merging."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gpipe.microbatch import Merge, Split, Tree
+
+Pair = namedtuple("Pair", "first second")
+
+
+def tree(value: Any) -> Tree:
+    return Tree.of(value, "The value")
+
+
+@pytest.mark.parametrize(
+    ("samples", "chunks", "sizes"),
+    [(10, 4, (3, 3, 2, 2)), (2, 8, (1, 1)), (8, 4, (2, 2, 2, 2)), (5, 1, (5,)), (1, 3, (1,))],
+)
+def test_sizes(samples: int, chunks: int, sizes: tuple[int, ...]) -> None:
+    x = torch.arange(samples)
+    split = Split.plan(tree(x), chunks)
+    assert split.sizes == sizes
+    parts = [part.value() for part in split.scatter(tree(x))]
+    assert torch.equal(torch.cat(parts), x)
+    assert sizes == tuple(len(part) for part in torch.tensor_split(x, min(chunks, samples)))
+
+
+def test_what_is_not_the_batch_goes_whole() -> None:
+    x, mask = torch.randn(6, 2), torch.ones(4, 4)
+    batch = tree({"x": x, "mask": mask, "none": None, "scale": 2.0, "zero": torch.tensor(0.0)})
+    split = Split.plan(batch, 3)
+    first, *_ = split.scatter(batch)
+    value = first.value()
+    assert torch.equal(value["x"], x[:2])
+    assert value["mask"] is mask
+    assert value["none"] is None
+    assert value["scale"] == 2.0
+    merged, merge = Merge.merge(split.scatter(batch), split, batch)
+    assert torch.equal(merged.value()["x"], x)
+    assert torch.equal(merged.value()["mask"], mask), "a whole tensor comes out whole"
+    rows = merge.scatter_gradients(
+        [torch.ones_like(t) if isinstance(t, torch.Tensor) else None for t in batch.leaves], 3
+    )
+    assert [row[batch.leaves.index(None)] for row in rows] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (torch.zeros(4), [torch.ones(4, 2), None]),
+        {"a": torch.zeros(4), "b": (torch.ones(4), True)},
+        OrderedDict(b=torch.zeros(4), a=torch.ones(4)),
+        Pair(torch.zeros(4), "text"),
+        torch.zeros(4, 1),
+    ],
+)
+def test_structures_come_back(value: Any) -> None:
+    batch = tree(value)
+    split = Split.plan(batch, 3)
+    merged, _ = Merge.merge(split.scatter(batch), split, batch)
+    assert type(merged.value()) is type(value)
+    assert merged.spec == batch.spec
+    for ours, theirs in zip(merged.leaves, batch.leaves, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+
+
+def test_several_rows_per_sample_are_merged() -> None:
+    batch = tree(torch.arange(10.0))
+    split = Split.plan(batch, 4)
+    parts = [tree(part.value().repeat_interleave(3)) for part in split.scatter(batch)]
+    merged, merge = Merge.merge(parts, split, batch)
+    assert torch.equal(merged.value(), torch.arange(10.0).repeat_interleave(3))
+    rows = merge.scatter_gradients([torch.arange(30.0)], 4)
+    assert [len(row[0]) for row in rows if row[0] is not None] == [9, 9, 6, 6]
+
+
+def test_equal_rows_are_not_mistaken_for_a_whole_tensor() -> None:
+    batch = tree(torch.zeros(4))
+    split = Split.plan(batch, 2)
+    parts = [tree(torch.ones(6, dtype=torch.bool)) for _ in range(2)]
+    merged, _ = Merge.merge(parts, split, batch)
+    assert merged.value().shape == (12,)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (torch.tensor(1.0), "no tensor with a batch dimension"),
+        ({"none": None}, "no tensor with a batch dimension"),
+        (torch.zeros(0, 3), "0 samples"),
+    ],
+)
+def test_batches_that_cannot_be_split(value: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Split.plan(tree(value), 2)
+
+
+def test_outputs_that_cannot_be_merged() -> None:
+    batch = tree(torch.zeros(4))
+    split = Split.plan(batch, 2)
+    with pytest.raises(ValueError, match="no batch dimension and differs"):
+        Merge.merge([tree(torch.tensor(float(m))) for m in range(2)], split, batch)
+    with pytest.raises(ValueError, match="different structures"):
+        Merge.merge([tree(torch.zeros(2)), tree((torch.zeros(2),))], split, batch)
+
+
+def test_leaves_of_unknown_types_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"The value holds a tests\.test_microbatch\.Odd"):
+        tree([Odd()])
+
+
+class Odd:
+    """Might hold tensors that nobody sees."""

@@ -1,0 +1,290 @@
+"""Arguments, refusals and what the strategy prints."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_gpipe
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import RankError, run_ranks
+from tests.training import train
+
+
+def test_registered_under_its_name() -> None:
+    strategy = L.Trainer(accelerator="cpu", devices=1, strategy="gpipe", logger=False).strategy
+    assert isinstance(strategy, GPipeStrategy)
+    assert (strategy.stages, strategy.chunks, strategy.replicas, strategy.is_distributed) == (
+        1,
+        4,
+        1,
+        False,
+    )
+    importlib.reload(lightning_gpipe)  # a second import registers nothing twice
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"chunks": 0}, "chunks must be 'auto' or a whole number from 1, got chunks=0"),
+        ({"chunks": 2.5}, "chunks must be"),
+        ({"chunks": True}, "chunks must be"),
+        ({"stages": -1}, "stages must be"),
+        ({"checkpoint": "sometimes"}, "checkpoint must be one of 'always', 'except_last', 'never'"),
+        ({"balance": "size"}, "balance must be one of 'flops', 'params'"),
+        ({"balance": []}, "at least one layer"),
+        ({"balance": [2, 0]}, "at least one layer"),
+        ({"balance": 3}, "balance must be"),
+        ({"start_method": "thread"}, "start_method must be one of 'popen'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        GPipeStrategy(**arguments)
+
+
+def test_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match="micro_batches"):
+        GPipeStrategy(micro_batches=3)  # type: ignore[call-arg]
+
+
+class Adrift(models.Module):
+    """No nn.Sequential at all."""
+
+    def build(self) -> None:
+        self.backbone = nn.Linear(6, 6)
+
+
+class Two(models.Module):
+    """Two candidates."""
+
+    def build(self) -> None:
+        self.features = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.classifier = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x))
+
+
+class Lbfgs(models.Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Penalty(models.Module):
+    """An L1 term over weights that other stages hold."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return sum((p.abs().sum() for p in self.parameters()), super().loss(x, y))
+
+
+class LayerByLayer(models.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.backbone(x)
+        for layer in self.backbone:
+            x = layer(x)
+        return x
+
+
+class Direct(models.Module):
+    """Manual optimization that goes around the strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.loss(*batch).backward()
+
+
+class Stepping(Direct):
+    """An optimizer step between forward and backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = self.loss(*batch)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(1)
+        self.manual_backward(loss)
+
+
+class Lazy(models.Module):
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.LazyLinear(6), nn.Tanh())
+
+
+def refused(
+    kind: type[models.Module], stages: int, arguments: dict[str, Any], options: dict[str, Any]
+) -> str:
+    try:
+        train(
+            kind(), devices=stages, max_steps=2, strategy=GPipeStrategy(2, **arguments), **options
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options", "problem"),
+    [
+        (Adrift, {}, {}, "has no backbone"),
+        (Two, {}, {}, "'classifier': 90% of the parameters"),
+        (
+            Two,
+            {"backbone": "classify"},
+            {},
+            "no such submodule. Its nn.Sequential: 'features', 'classifier'",
+        ),
+        (models.Around, {"backbone": "before"}, {}, "must be an nn.Sequential"),
+        (models.Module, {"balance": [1, 2]}, {}, "give 2 numbers that add up to 6"),
+        (
+            models.Module,
+            {"balance": [1, 2, 3]},
+            {},
+            "makes 3 stages of 6 layers, but there are 2 stages",
+        ),
+        (
+            models.Module,
+            {"stages": 3},
+            {},
+            "2 processes can't be divided into pipelines of stages=3",
+        ),
+        (models.Module, {"stages": 1}, {}, "2 replicas"),
+        (Lbfgs, {}, {}, "LBFGS"),
+        (Lazy, {}, {}, "has no shape yet"),
+        (models.Module, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
+        (Penalty, {}, {}, "weight_decay|meta"),
+        (LayerByLayer, {}, {}, "call the backbone as a whole"),
+        (Direct, {}, {}, "manual_backward"),
+        (Stepping, {}, {}, "between the forward and the backward"),
+    ],
+)
+def test_refusals_name_the_remedy(
+    kind: type[models.Module], arguments: dict[str, Any], options: dict[str, Any], problem: str
+) -> None:
+
+    try:
+        messages = run_ranks(refused, 2, kind, 2, arguments, options, timeout_s=30)
+    except RankError as error:  # one rank may lose its peer before it gets to its own error
+        messages = [str(error)]
+    assert any(re.search(problem, message) for message in messages), messages
+
+
+def test_fewer_layers_than_stages() -> None:
+    messages = run_ranks(refused, 3, Two, 3, {"backbone": "features"}, {})
+    assert all("2 layers, fewer than 3 stages" in message for message in messages)
+
+
+def chosen(kind: type[models.Module], stages: int, arguments: dict[str, Any]) -> Any:
+    seen: dict[str, Any] = {}
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
+            pipeline = run.strategy._pipeline
+            seen.update(
+                sizes=pipeline.partition.sizes,
+                unit=pipeline.partition.unit,
+                own=sum(p.numel() for p in module.parameters() if not p.is_meta),
+                state=sum(len(s) for s in run.optimizers[0].state.values()),
+                grads=[n for n, p in module.named_parameters() if p.grad is not None],
+            )
+
+    strategy = GPipeStrategy(2, **arguments)
+    train(kind(), devices=stages, max_steps=1, strategy=strategy, callbacks=[Watch()])
+    return seen
+
+
+def cost(layer: nn.Module, value: Tensor) -> float:
+    if not value.is_meta or value.shape != (8, 6):
+        raise AssertionError(f"expected the shape of the mini-batch, got {value.shape}")
+    return 10.0 if isinstance(layer, nn.Tanh) else 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes", "unit"),
+    [
+        ({"balance": [1, 5]}, (1, 5), "params"),
+        ({"balance": "params"}, (4, 2), "params"),
+        ({"balance": cost}, (3, 3), "cost"),
+        ({}, (3, 3), "flops"),
+    ],
+)
+def test_each_stage_holds_its_layers_alone(
+    arguments: dict[str, Any], sizes: Any, unit: str
+) -> None:
+    ranks = run_ranks(chosen, 2, models.Module, 2, arguments)
+    for rank, seen in enumerate(ranks):
+        layers = range(sizes[0]) if rank == 0 else range(sizes[0], 6)
+        linear = [i for i in layers if i % 2 == 0]
+        assert seen["unit"] == unit
+        assert seen["sizes"] == sizes
+        assert seen["own"] == 42 * len(linear)
+        assert seen["grads"] == [f"backbone.{i}.{n}" for i in linear for n in ("weight", "bias")]
+        assert seen["state"] == 3 * 2 * len(linear)
+
+
+class Example(Two):
+    """Several candidates, one of which clearly is the model."""
+
+    def build(self) -> None:
+        super().build()
+        self.classifier = nn.Sequential(*(nn.Linear(6, 6) for _ in range(40)))
+        self.example_input_array = torch.zeros(2, 6)
+
+
+def test_the_clear_candidate_is_taken() -> None:
+    assert run_ranks(chosen, 2, Example, 2, {})[0]["sizes"] == (20, 20)
+
+
+SCRIPT = """
+import warnings
+warnings.simplefilter("ignore")
+import sys
+import lightning as L
+import lightning_gpipe
+from tests.models import Around
+
+def main():
+    trainer = L.Trainer(accelerator="cpu", devices=3, strategy="gpipe", max_epochs=1, logger=False,
+                        enable_checkpointing=False)
+    trainer.fit(Around())
+    print(f"rank {trainer.global_rank} ends")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_through_lightnings_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=environment,
+        cwd=tmp_path,
+    )
+    screen = done.stdout + done.stderr
+    assert done.returncode == 0, screen
+    for rank in range(3):
+        assert f"rank {rank} ends" in screen
+    assert screen.count("GPipe: 6 layers of 'backbone' on 3 stages, 12 micro-batches") == 1
+    assert "40.0% of the parameters are outside the backbone" in screen
+    assert screen.count("Every stage holds") == 0, "warnings are off in this script"
+    assert "nn.Sequential" not in screen
