@@ -258,18 +258,8 @@ class Engine:
             graph that leads to the same calls of the backbone.
 
         Raises:
-            RuntimeError: If the loss is on the meta device or wants no gradient.
+            RuntimeError: If the loss wants no gradient.
         """
-        if loss.device.type == "meta":
-            raise RuntimeError(
-                f"The loss on stage {self.links.stage} (rank {self.links.ranks[self.links.stage]})"
-                f" is on the meta device:"
-                " the step reads weights of layers that other stages hold, for example an L1 or L2"
-                " term over"
-                " self.parameters(). Use the optimizer's weight_decay instead, or compute the term"
-                " from the weights"
-                " outside the backbone."
-            )
         self._retain = retain
         numbers: list[int] | None = None
         if self.links.is_last:

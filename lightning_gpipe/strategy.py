@@ -179,24 +179,49 @@ class GPipeStrategy(PipelineProcesses):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        trainer = self._trainer()
-        self._active_pipeline().begin_step(0, trainer.fit_loop.epoch_loop.total_batch_idx)
-        return super().training_step(*args, **kwargs)
+        self._active_pipeline().begin_step(0, self._trainer().fit_loop.epoch_loop.total_batch_idx)
+        with self._explain_meta():
+            output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.is_meta:
+            raise RuntimeError(self._meta_explanation())
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
-        return super().validation_step(*args, **kwargs)
+        with self._explain_meta():
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
-        return super().test_step(*args, **kwargs)
+        with self._explain_meta():
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
-        return super().predict_step(*args, **kwargs)
+        with self._explain_meta():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _explain_meta(self) -> Generator[None, None, None]:
+        """Say what PyTorch's error about a meta tensor means here."""
+        try:
+            yield
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error) or isinstance(error.__cause__, Exception):
+                raise
+            raise RuntimeError(f"{self._meta_explanation()} ({error})") from error
+
+    def _meta_explanation(self) -> str:
+        return (
+            f"The step on stage {self.stage} (rank {self.global_rank}) reads weights that other stages"
+            " hold and that are on the meta device here, for example in an L1 or L2 term over"
+            " self.parameters(). Use the optimizer's weight_decay for such a term, or compute it from"
+            " the weights outside the backbone."
+        )
 
     def _begin_evaluation(self) -> None:
         self._evaluations += 1

@@ -165,7 +165,7 @@ def refused(
         (Lbfgs, {}, {}, "LBFGS"),
         (Lazy, {}, {}, "has no shape yet"),
         (models.Module, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
-        (Penalty, {}, {}, "weight_decay|meta"),
+        (Penalty, {}, {}, "reads weights that other stages .* weight_decay"),
         (LayerByLayer, {}, {}, "call the backbone as a whole"),
         (Direct, {}, {}, "manual_backward"),
         (Stepping, {}, {}, "between the forward and the backward"),

@@ -1,0 +1,45 @@
+"""The README's main job, as a newcomer runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "digits.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_digits(tmp_path: Path) -> None:
+    screen = run(cwd=tmp_path)
+    accuracy = re.search(r"^Test accuracy: (\S+)$", screen, re.MULTILINE)
+    assert accuracy, screen
+    assert float(accuracy[1]) >= 0.97
+    assert "Stage | Device | Layers" in screen
+    assert "Expected bubble" in screen
+    assert "train_loss" in screen
+    for line in ("Checkpoint:", "Logs:"):
+        path = re.search(rf"^{line} +(\S+)$", screen, re.MULTILINE)
+        assert path, screen
+        assert (tmp_path / path[1]).exists()
+
+
+def test_digits_help(tmp_path: Path) -> None:
+    screen = run("--help", cwd=tmp_path)
+    for option in ("--stages", "--chunks", "--checkpoint", "--epochs", "--logger {csv,wandb}"):
+        assert option in screen
