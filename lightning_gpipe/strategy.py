@@ -184,7 +184,7 @@ class GPipeStrategy(PipelineProcesses):
             output = super().training_step(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and loss.is_meta:
-            raise RuntimeError(self._meta_explanation())
+            raise self._meta_error()
         return output
 
     @override
@@ -213,12 +213,15 @@ class GPipeStrategy(PipelineProcesses):
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error) or isinstance(error.__cause__, Exception):
                 raise
-            raise RuntimeError(f"{self._meta_explanation()} ({error})") from error
+            raise self._meta_error() from error
 
-    def _meta_explanation(self) -> str:
-        return (
-            f"The step on stage {self.stage} (rank {self.global_rank}) reads weights that other stages"
-            " hold and that are on the meta device here, for example in an L1 or L2 term over"
+    def _meta_error(self) -> RuntimeError:
+        results = self._trainer()._results
+        if results is not None:
+            results.clear()  # a logged meta tensor would raise in Lightning's teardown, over this
+        return RuntimeError(
+            f"The step on stage {self.stage} (rank {self.global_rank}) reads weights that other"
+            " stages hold and that are on the meta device here, for example in an L1 or L2 term over"
             " self.parameters(). Use the optimizer's weight_decay for such a term, or compute it from"
             " the weights outside the backbone."
         )
