@@ -221,9 +221,9 @@ class GPipeStrategy(PipelineProcesses):
             results.clear()  # a logged meta tensor would raise in Lightning's teardown, over this
         return RuntimeError(
             f"The step on stage {self.stage} (rank {self.global_rank}) reads weights that other"
-            " stages hold and that are on the meta device here, for example in an L1 or L2 term over"
-            " self.parameters(). Use the optimizer's weight_decay for such a term, or compute it from"
-            " the weights outside the backbone."
+            " stages hold and that are on the meta device here, for example in an L1 or L2 term"
+            " over self.parameters(). Use the optimizer's weight_decay for such a term, or compute"
+            " it from the weights outside the backbone."
         )
 
     def _begin_evaluation(self) -> None:
