@@ -120,12 +120,12 @@ class Pipeline:
         """
         for module in self._redirected:
             module.__dict__.pop("forward", None)
-        if self._engine is not None:
-            self._engine.stage.batch_norm.remove()
         if restore:
             self._control.flush()
             if self._engine is not None:
                 self._engine.flush()
+        if self._engine is not None:
+            self._engine.close()
         if self._skeleton is None:
             if restore:
                 self._module.cpu()
