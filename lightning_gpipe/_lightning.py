@@ -8,14 +8,12 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 distributed_is_initialized = _distributed_is_initialized
 default_backend = _get_default_process_group_backend_for_device
 init_distributed = _init_dist_connection
-optimizers_to_device = _optimizers_to_device
 ScriptLauncher = _SubprocessScriptLauncher
 
 __all__ = [
@@ -23,6 +21,5 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "init_distributed",
-    "optimizers_to_device",
     "reset_seed",
 ]

@@ -81,10 +81,6 @@ class DeferredBatchNorm:
             for use in uses:
                 self._move(layer, use)
 
-    def discard(self) -> None:
-        """Forget the statistics of a mini-batch that did not get through."""
-        self._seen = {}
-
     def _before_forward(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Point a batch-norm layer that is about to run in training at a scratch row."""
         if self._active is None or not layer.training or not isinstance(layer, _BatchNorm):
@@ -96,8 +92,8 @@ class DeferredBatchNorm:
         if count == 1:
             raise ValueError(
                 "A batch-norm layer got a micro-batch with one value per channel, which has no"
-                " variance: lower"
-                " `chunks`, so that every micro-batch has at least two samples."
+                " variance: lower `chunks`, so that every micro-batch has at least two samples."
+                " For a small last batch use DataLoader(drop_last=True)."
             )
         # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
         row = torch.zeros_like(mean), torch.zeros_like(variance)

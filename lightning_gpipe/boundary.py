@@ -334,7 +334,7 @@ class Receiver:
         tensors = []
         for kind, (data, work) in zip(signature.tensor_types, slot.data, strict=True):
             _wait(work)
-            if data._is_view():  # a part of a header: memory of its own, and aligned
+            if data.storage_offset():  # a part of a header: memory of its own, and aligned
                 data = data.clone()
             tensors.append(
                 layout.from_bytes(data.to(self.channel.device), kind.shape, kind.stride, kind.dtype)

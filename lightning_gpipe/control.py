@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _KIND_AND_LENGTH = struct.Struct("<qq")
 _FRAME = 1 << 14  # bytes; a step's control message with the generators' states takes about 10,000
-_SMALL = 1 << 11  # bytes up to which a tensor is pickled
+_SMALL = 1 << 13  # bytes up to which a tensor is pickled
 
 
 class _Packer(pickle.Pickler):
@@ -117,7 +117,8 @@ class Control:
                 self._post(part, rank, self.host)
             for tensor in tensors:
                 wire, group = self._route(tensor.device.type)
-                self._post(layout.to_bytes(tensor).to(wire), rank, group)
+                # a copy: the caller may change the tensor while it is under way
+                self._post(layout.to_bytes(tensor).to(wire, copy=True), rank, group)
             return value
 
         def receive(data: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_gpipe.schedule import (
     Program,
     fill_drain,
     forward_only,
-    keeps_graph,
+    kept_graphs,
     validate,
 )
 from lightning_gpipe.stage import MicroBatch, Setting, Stage
@@ -79,12 +79,17 @@ class Engine:
     """
 
     def __init__(
-        self, stage: Stage, links: Links, chunks: int, checkpoint: Checkpoint, seed: int
+        self,
+        stage: Stage,
+        links: Links,
+        chunks: int,
+        checkpoint: Checkpoint,
+        seed: int,
     ) -> None:
         validate(fill_drain(links.stages, chunks, checkpoint))
         self.stage = stage
         self.links = links
-        self.control = links.control()
+        self.control = links.control
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._seed = seed & (2**63 - 1)
@@ -99,8 +104,8 @@ class Engine:
         # sending over the host costs time that is worth a thread; NCCL only launches a kernel
         self._courier = Courier() if links.through_host and links.stages > 1 else None
         before, after = links.stage - 1, links.stage + 1
-        down_in, down_out = links.channel(before, links.down), links.channel(after, links.down)
-        up_in, up_out = links.channel(after, links.up), links.channel(before, links.up)
+        down_in, down_out = links.channel(before, links.downs), links.channel(after, links.downs)
+        up_in, up_out = links.channel(after, links.ups), links.channel(before, links.ups)
         self._activations_in = Receiver(down_in) if down_in else None
         self._activations_out = Sender(down_out, self._courier) if down_out else None
         self._gradients_in = Receiver(up_in) if up_in else None
@@ -126,7 +131,6 @@ class Engine:
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()
-        self.control.flush()
 
     # ------------------------------------------------------------------ forward
 
@@ -154,13 +158,13 @@ class Engine:
         self._check_call(key)
         call = Call(
             self._calls,
-            Setting.current(key, self.links.device),
+            Setting.current(key, self.links.device, self.stage.modes()),
             split,
             schedule[self.links.stage],
-            versions=self.stage.parameter_versions(),
         )
         with self.stage.random_state(), torch.autograd.profiler.record_function("gpipe_forward"):
             outputs = self._run_forwards(call, batch)
+        call.versions = self.stage.parameter_versions()
         output = self._share_output(call, batch, outputs)
         self.stage.batch_norm.finish()
         return self._join(call, batch, output)
@@ -191,14 +195,13 @@ class Engine:
         if self._activations_in is not None:
             self._activations_in.expect(m for _, m in forwards)
         outputs: list[Tree] = []
+        kept = kept_graphs(call.program)
         for _, m in forwards:
             if self._activations_in is not None:
                 inputs, flags = self._activations_in.take(m)
             else:
                 inputs, flags = micro_batches[m], list(requires_grad)
-            output, record = self.stage.forward(
-                m, inputs, flags, keeps_graph(call.program, m), call.setting
-            )
+            output, record = self.stage.forward(m, inputs, flags, m in kept, call.setting)
             call.micro_batches[m] = record
             if self._activations_out is not None:
                 self._activations_out.send(m, output, record.output_requires_grad)
@@ -291,7 +294,9 @@ class Engine:
                 f" {self.links.stage} has"
                 " dropped the output: the step must do the same on every rank."
             )
-        steered: Tensor = SteerNode.apply(loss, self._anchor, *(self._tokens[n] for n in numbers))
+        steered: Tensor = SteerNode.apply(
+            loss.detach(), self._anchor, *(self._tokens[n] for n in numbers)
+        )
         return steered
 
     def finish_backward(self) -> None:

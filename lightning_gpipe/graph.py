@@ -37,6 +37,10 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True, so a gradient penalty, is not supported through the backbone."
+            )
         gradients = ctx.run_backward()
         sources = len(ctx.needs_input_grad) - 3
         return (None, None, None, *(gradients or [None] * sources))

@@ -20,18 +20,23 @@ class Links:
         ranks: Global rank of every stage.
         device: This rank's device.
         host: gloo group for control messages and headers.
-        down: Group for activations.
-        up: Group for gradients.
-        through_host: Whether ``down`` and ``up`` reach host memory only.
+        data: Group for what all stages exchange.
+        downs: Groups for activations. Two links of one stage use different ones where a backend
+            runs the messages of a group in order, so that no send waits for a later receive.
+        ups: The same for gradients.
+        through_host: Whether ``data``, ``downs`` and ``ups`` reach host memory only.
+        control: The control channel.
     """
 
     stage: int
     ranks: tuple[int, ...]
     device: torch.device
     host: dist.ProcessGroup
-    down: dist.ProcessGroup
-    up: dist.ProcessGroup
+    data: dist.ProcessGroup
+    downs: tuple[dist.ProcessGroup, ...]
+    ups: tuple[dist.ProcessGroup, ...]
     through_host: bool
+    control: Control
 
     @property
     def stages(self) -> int:
@@ -48,24 +53,16 @@ class Links:
         """Whether this rank runs the last layers."""
         return self.stage == self.stages - 1
 
-    def control(self) -> Control:
-        """The control channel."""
-        return Control(
-            self.stage,
-            self.ranks,
-            self.host,
-            self.host if self.through_host else self.down,
-            self.device,
-        )
-
     def close(self) -> None:
         """Destroy the groups, once every stage is through with them. Collective."""
+        self.control.flush()
         dist.barrier(self.host)
-        for group in (self.host, self.down, self.up):
+        for group in dict.fromkeys((self.host, self.data, *self.downs, *self.ups)):
             dist.destroy_process_group(group)
 
-    def channel(self, neighbour: int, data: dist.ProcessGroup) -> Channel | None:
-        """The channel to a neighbouring stage, if there is one."""
+    def channel(self, neighbour: int, lanes: tuple[dist.ProcessGroup, ...]) -> Channel | None:
+        """The channel to a neighbouring stage over ``downs`` or ``ups``, if there is one."""
         if not 0 <= neighbour < self.stages:
             return None
+        data = lanes[min(self.stage, neighbour) % len(lanes)]
         return Channel(self.ranks[neighbour], self.host, data, self.device, self.through_host)

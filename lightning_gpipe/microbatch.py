@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model
 # outputs register with.
@@ -99,9 +99,9 @@ class Split:
         """Plan the split of a mini-batch along dimension 0.
 
         The first tensor that has a dimension tells the number of samples N. Tensors whose first
-        dimension is not N are passed whole. N need not be a multiple of ``chunks``: the sizes are
-        those of ``torch.tensor_split``, and with fewer samples than chunks there are N
-        micro-batches.
+        dimension is not N are passed whole, and so is an ``nn.Parameter``. N need not be a multiple
+        of ``chunks``: the sizes are those of ``torch.tensor_split``, and with fewer samples than
+        chunks there are N micro-batches.
 
         Args:
             batch: The input of the backbone, tensors ``[N, …]``.
@@ -124,7 +124,11 @@ class Split:
         count = min(chunks, samples)
         sizes = tuple(samples // count + (m < samples % count) for m in range(count))
         split_leaves = tuple(
-            isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == samples for t in batch.leaves
+            isinstance(t, Tensor)
+            and not isinstance(t, nn.Parameter)
+            and t.ndim > 0
+            and t.shape[0] == samples
+            for t in batch.leaves
         )
         return cls(sizes, split_leaves)
 
@@ -209,11 +213,11 @@ class Merge:
                 batch as its first dimension nor the same value for every micro-batch.
         """
         first, sizes = outputs[0], split.sizes
-        whole = {
-            (leaf.shape, leaf.dtype)
+        whole = [
+            leaf
             for leaf, is_split in zip(batch.leaves, split.split_leaves, strict=True)
             if isinstance(leaf, Tensor) and not is_split
-        }
+        ]
         if any(tree.spec != first.spec for tree in outputs):
             raise ValueError(
                 "The backbone returned different structures for different micro-batches:"
@@ -224,7 +228,7 @@ class Merge:
         for i in range(len(first.leaves)):
             column = [tree.leaves[i] for tree in outputs]
             length = _lengths(column, sizes)
-            if length and (column[0].shape, column[0].dtype) in whole and _all_equal(column):
+            if length and any(_all_equal([tensor, *column]) for tensor in whole):
                 length = None
             if len(column) == 1:
                 leaves.append(column[0])
@@ -265,7 +269,9 @@ def _lengths(column: Sequence[Leaf], sizes: Sequence[int]) -> tuple[int, ...] | 
     if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in column):
         return None
     lengths = tuple(leaf.shape[0] for leaf in column)
-    rows_per_sample = lengths[0] / sizes[0]
+    rows_per_sample, rest = divmod(lengths[0], sizes[0])
+    if rest:
+        return None
     if any(length != size * rows_per_sample for length, size in zip(lengths, sizes, strict=True)):
         return None
     return lengths
@@ -274,5 +280,8 @@ def _lengths(column: Sequence[Leaf], sizes: Sequence[int]) -> tuple[int, ...] | 
 def _all_equal(column: Sequence[Leaf]) -> bool:
     first = column[0]
     if isinstance(first, Tensor):
-        return all(isinstance(leaf, Tensor) and torch.equal(leaf, first) for leaf in column[1:])
+        return all(
+            isinstance(leaf, Tensor) and leaf.dtype == first.dtype and torch.equal(leaf, first)
+            for leaf in column[1:]
+        )
     return all(not isinstance(leaf, Tensor) and leaf == first for leaf in column[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,13 @@ from lightning_gpipe.replicated import Replicated
 from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.settings import Settings
 from lightning_gpipe.stage import Stage
-from lightning_gpipe.state import Skeleton, layers_of, share_outside
+from lightning_gpipe.state import (
+    Skeleton,
+    layers_of,
+    materialize,
+    outside_to,
+    share_outside,
+)
 
 
 class Pipeline:
@@ -67,7 +72,7 @@ class Pipeline:
         self._settings = settings
         self._chunks = chunks
         self._links = links
-        self._control = links.control()
+        self._control = links.control
         self._devices = devices
         self._optimizers = optimizers
         self._inform, self._warn = inform, warn
@@ -95,19 +100,23 @@ class Pipeline:
             _check_sizes(settings.sizes, len(self._layers), links.stages, self._name)
         self._seed = self._control.decide("seed", torch.initial_seed)
         self._redirect(self._backbone, self._forward)
+        for layer in self._layers:
+            self._redirect(layer, _not_alone)
 
     # ------------------------------------------------------------------ life
 
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
         share_outside(self._module, self._backbone, self._control, self._links.device)
+        materialize(self._backbone)
         if self._settings.balance == "params" or self._settings.sizes is not None:
             self._cut(None)
 
     def adopt_optimizers(self) -> None:
         """Let the optimizers hold the state of this stage's parameters alone, on its device."""
-        if self._skeleton is not None:
-            self._skeleton.drop_optimizer_state(self._optimizers())
+        if self._skeleton is None:  # the backbone is in host memory still
+            return
+        self._skeleton.drop_optimizer_state(self._optimizers())
         for optimizer in self._optimizers():
             _state_to(optimizer, self._links.device)
 
@@ -120,11 +129,9 @@ class Pipeline:
         """
         for module in self._redirected:
             module.__dict__.pop("forward", None)
-        if restore:
-            self._control.flush()
-            if self._engine is not None:
-                self._engine.flush()
         if self._engine is not None:
+            if restore:
+                self._engine.flush()
             self._engine.close()
         if self._skeleton is None:
             if restore:
@@ -135,7 +142,10 @@ class Pipeline:
         states = [
             self._skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()
         ]
+        outside_to(self._module, self._backbone, torch.device("cpu"))
         self._skeleton.restore()
+        if any(p.is_meta for p in self._backbone.parameters()):
+            self._redirect(self._backbone, _on_rank_0)
         for optimizer, state in zip(self._optimizers(), states, strict=True):
             if self._links.is_first:
                 optimizer.load_state_dict(state)
@@ -172,12 +182,12 @@ class Pipeline:
         if synchronize:
             self._replicated.synchronize()
 
-    def _forward(self, value: Any) -> Any:
+    def _forward(self, input: Any) -> Any:  # named as nn.Sequential's
         if self._engine is None:
-            self._cut(value)
+            self._cut(input)
         if self._engine is None:
             raise RuntimeError("The backbone was not cut.")
-        return self._engine.forward(value)
+        return self._engine.forward(input)
 
     # ------------------------------------------------------------------ state
 
@@ -217,6 +227,8 @@ class Pipeline:
         # the same
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             settings, links = self._settings, self._links
+            for layer in self._layers:
+                layer.__dict__.pop("forward", None)
             partition = self._control.decide("partition", lambda: self._decide(value))
             self.partition = partition
             outside = outside_share(self._module, self._backbone)
@@ -231,6 +243,7 @@ class Pipeline:
                     outside,
                 )
             )
+            self._warn_of_time_first()
             if outside > OUTSIDE_LIMIT and links.stages > 1:
                 self._warn(
                     f"{outside:.0%} of the parameters are outside the backbone '{self._name}'."
@@ -243,23 +256,26 @@ class Pipeline:
             self._skeleton = skeleton
             self.adopt_optimizers()
             own = partition.stages[links.stage]
-            for index, layer in enumerate(self._layers):
-                if index not in own and layer not in [self._layers[i] for i in own]:
-                    self._redirect(layer, _Elsewhere(index, partition.stage_of(index), links.stage))
+            here = [self._layers[i] for i in own]
+            for layer in self._layers:
+                if layer not in here:
+                    self._redirect(layer, _not_alone)
             stage = Stage(
                 {i: self._layers[i] for i in own}, links.device, settings.deferred_batch_norm
             )
             self._engine = Engine(stage, links, self._chunks, settings.checkpoint, self._seed)
             self._engine.begin_step(*self._step)
-            slots = skeleton.replicated
-            buffers = [
-                slot for slot in slots if not slot.is_parameter and slot.tensor.is_floating_point()
-            ]
-            self._replicated = Replicated(
-                [t for t in (slot.tensor for slot in slots) if isinstance(t, nn.Parameter)],
-                lambda: [slot.tensor for slot in buffers],
-                links,
-            )
+            self._replicated = Replicated(skeleton.replicated, links)
+
+    def _warn_of_time_first(self) -> None:
+        for name, module in self._backbone.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                self._warn(
+                    f"'{self._name}.{name}' ({type(module).__name__}) has batch_first=False, but"
+                    " micro-batches are cut along dimension 0: it must be the batch, or the layer"
+                    " sees slices of time. Build it with batch_first=True."
+                )
+                return
 
     def _decide(self, value: Any) -> Partition:
         balance, stages = self._settings.balance, self._links.stages
@@ -307,20 +323,20 @@ class _Redirect:
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
+def _not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
+    raise RuntimeError(
+        "A layer of the backbone was called by itself, and the layers are on several stages:"
+        " call the backbone as a whole."
+    )
 
-    layer: int
-    stage: int
-    here: int
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"Layer {self.layer} of the backbone is on stage {self.stage}, not on stage"
-            f" {self.here}: call the backbone as"
-            " a whole, not its layers one by one."
-        )
+def _on_rank_0(*args: Any, **kwargs: Any) -> Any:
+    """The forward of a backbone whose layers went to rank 0 when the Trainer was through."""
+    raise RuntimeError(
+        "After the Trainer the whole model is on rank 0 only, and this is another rank. Use the"
+        " model under `if trainer.is_global_zero:`, or through the Trainer (predict, test)."
+    )
 
 
 def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> None:
@@ -333,9 +349,16 @@ def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> N
 
 
 def _state_to(optimizer: Optimizer, device: torch.device) -> None:
-    """Move an optimizer's state; its step counters stay where the optimizer put them."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            state.update(
-                {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and k != "step"}
-            )
+    """Move an optimizer's state; step counters only where a fused kernel reads them."""
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if isinstance(state, dict):
+                state.update(
+                    {
+                        key: value.to(device)
+                        for key, value in state.items()
+                        if isinstance(value, Tensor) and (key != "step" or on_device)
+                    }
+                )

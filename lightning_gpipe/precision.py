@@ -63,7 +63,7 @@ def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> T
             norms[i] = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
     if links.stages > 1:
         wire = norms.cpu() if links.through_host else norms
-        dist.all_reduce(wire, dist.ReduceOp.SUM, links.down)
+        dist.all_reduce(wire, dist.ReduceOp.SUM, links.data)
         norms = wire.to(links.device)
     total: Tensor = torch.linalg.vector_norm(norms)
     return total

@@ -43,7 +43,6 @@ class PipelineProcesses(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._links: Links | None = None
-        self._control: Control | None = None
 
     @property
     @override
@@ -116,7 +115,6 @@ class PipelineProcesses(ParallelStrategy):
         )
         if self._links is None:
             self._links = self._connect(backend, device)
-            self._control = self._links.control()
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's place."""
@@ -147,13 +145,18 @@ class PipelineProcesses(ParallelStrategy):
         links: Links | None = None
         for first in range(0, self.world_size, self.stages):
             ranks = list(range(first, first + self.stages))
-            host, down, up = (
+            through_host = backend == "gloo"
+            lanes = 1 if through_host else 2
+            kinds = ["gloo", *[backend] * (1 + 2 * lanes)]
+            host, data, *others = (
                 cast(dist.ProcessGroup, dist.new_group(ranks, timeout=self._timeout, backend=kind))
-                for kind in ("gloo", backend, backend)
+                for kind in kinds
             )
             if self.global_rank in ranks:
-                through_host = backend == "gloo"
-                links = Links(self.stage, tuple(ranks), device, host, down, up, through_host)
+                downs, ups = tuple(others[:lanes]), tuple(others[lanes:])
+                place = self.stage, tuple(ranks)
+                control = Control(*place, host, host if through_host else data, device)
+                links = Links(*place, device, host, data, downs, ups, through_host, control)
         if links is None:
             raise RuntimeError(
                 f"Rank {self.global_rank} has no place in {self.world_size} processes."

@@ -7,31 +7,32 @@ its layers. The sum is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpipe.links import Links
+from lightning_gpipe.state import Slot
 
 
 class Replicated:
     """Keeps replicated parameters and buffers equal on all stages.
 
     Args:
-        parameters: The replicated parameters, in the same order on every stage.
-        buffers: Returns the replicated floating-point buffers, in the same order on every stage.
+        slots: The replicated parameters and buffers, in the same order on every stage.
         links: The process groups.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[Tensor]], links: Links
-    ) -> None:
-        self._parameters = list(parameters)
-        self._buffers = buffers
+    def __init__(self, slots: Sequence[Slot], links: Links) -> None:
+        tensors = [slot.tensor for slot in slots if slot.is_parameter]
+        self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        buffers = [slot for slot in slots if not slot.is_parameter]
+        self._outside = [slot for slot in buffers if slot.is_outside]
+        self._shared = [slot for slot in buffers if not slot.is_outside]
+        self._versions = [slot.tensor._version for slot in self._shared]
         self._links = links
-        self._versions = [b._version for b in buffers()]
         self._summed: dict[nn.Parameter, Tensor] = {}
         self._aside: dict[nn.Parameter, Tensor] = {}
 
@@ -49,27 +50,36 @@ class Replicated:
 
         A gradient that is missing on some stages counts as zeros there; on all, it stays missing.
         """
-        if self._links.stages == 1:
+        if self._links.stages == 1 or not (self._parameters or self._outside or self._shared):
             return
-        buffers = self._buffers()
-        if not self._parameters and not buffers:
-            return
-        moved = [b._version != version for b, version in zip(buffers, self._versions, strict=True)]
-        present = [p.grad is not None for p in self._parameters]
-        news = torch.tensor([*present, *moved], dtype=torch.uint8)
+        news = torch.tensor([*(p.grad is not None for p in self._parameters), *self._moved()])
+        news = news.to(torch.uint8)
         dist.all_reduce(news, dist.ReduceOp.MAX, self._links.host)
         anywhere = news.bool().tolist()
+        moved = anywhere[len(self._parameters) :]
+        if any(moved):
+            name = self._shared[moved.index(True)].names[0]
+            raise RuntimeError(
+                f"The buffer {name} is used by layers of several stages, and one changed it: each"
+                " stage would have its own. Give each layer a buffer of its own, or choose a"
+                " `balance` that keeps its users on one stage."
+            )
         wanted = [p for p, has in zip(self._parameters, anywhere, strict=False) if has]
         for dtype in dict.fromkeys(p.dtype for p in wanted):
             self._sum([p for p in wanted if p.dtype == dtype])
-        stale = [b for b, has in zip(buffers, anywhere[len(present) :], strict=True) if has]
-        for dtype in dict.fromkeys(b.dtype for b in stale):
-            self._broadcast([b for b in stale if b.dtype == dtype])
-        self._versions = [b._version for b in buffers]
+        buffers = [slot.tensor for slot in self._outside]
+        buffers = [b for b in buffers if b.is_floating_point()]
+        for dtype in dict.fromkeys(b.dtype for b in buffers):
+            self._broadcast([b for b in buffers if b.dtype == dtype])
         for parameter, gradient in self._aside.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._aside = {}
         self._summed = {p: p.grad for p in self._parameters if p.grad is not None}
+
+    def _moved(self) -> list[bool]:
+        """For each buffer that layers of several stages share whether this stage changed it."""
+        pairs = zip(self._shared, self._versions, strict=True)
+        return [slot.tensor._version != version for slot, version in pairs]
 
     def _sum(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -83,12 +93,12 @@ class Replicated:
                 )
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = self._to_wire(gradients)
-        dist.all_reduce(flat, dist.ReduceOp.SUM, self._links.down)
+        dist.all_reduce(flat, dist.ReduceOp.SUM, self._links.data)
         self._from_wire(flat, gradients)
 
     def _broadcast(self, buffers: list[Tensor]) -> None:
         flat = self._to_wire(buffers)
-        dist.broadcast(flat, self._links.ranks[0], self._links.down)
+        dist.broadcast(flat, self._links.ranks[0], self._links.data)
         self._from_wire(flat, buffers)
 
     def _to_wire(self, tensors: list[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Op: TypeAlias = Literal["F", "R", "B"]
@@ -36,6 +37,7 @@ Program: TypeAlias = tuple[Action, ...]
 Schedule: TypeAlias = tuple[Program, ...]
 
 
+@lru_cache(maxsize=256)
 def fill_drain(stages: int, micro_batches: int, checkpoint: Checkpoint) -> Schedule:
     """GPipe's schedule: all forwards, then all backwards in reverse order (GPipe, figure 2c).
 
@@ -65,14 +67,17 @@ def fill_drain(stages: int, micro_batches: int, checkpoint: Checkpoint) -> Sched
     return (tuple(program),) * stages
 
 
+@lru_cache(maxsize=256)
 def forward_only(stages: int, micro_batches: int) -> Schedule:
     """The schedule of evaluation, and of any call without gradients."""
     return (tuple(Action("F", m) for m in range(micro_batches)),) * stages
 
 
-def keeps_graph(program: Program, micro_batch: int) -> bool:
-    """Whether a program's forward of ``micro_batch`` keeps its activations for the backward."""
-    return Action("B", micro_batch) in program and Action("R", micro_batch) not in program
+@lru_cache(maxsize=256)
+def kept_graphs(program: Program) -> frozenset[int]:
+    """The micro-batches whose forward keeps its activations for the backward."""
+    recomputed = {m for op, m in program if op == "R"}
+    return frozenset(m for op, m in program if op == "B" and m not in recomputed)
 
 
 def validate(schedule: Schedule) -> None:
@@ -223,7 +228,7 @@ def _peak(program: Program, recomputed: bool) -> int:
     """Largest number of micro-batches between two of a program's actions."""
     held = peak = 0
     for op, m in program:
-        kept = keeps_graph(program, m)
+        kept = m in kept_graphs(program)
         if recomputed:
             held += (op == "F" and Action("R", m) in program) - (op == "R")
         else:

@@ -27,25 +27,34 @@ class Setting:
             between calls.
         autocast: For each device type whether autocast is on, and its type.
         autocast_cache: Whether autocast keeps its casts.
+        modes: Which of the stage's modules were in training.
+        default_dtype: The type of new tensors; Lightning's precision sets it for the step alone.
     """
 
     key: tuple[int, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    modes: tuple[bool, ...]
+    default_dtype: torch.dtype
 
     @classmethod
-    def current(cls, key: tuple[int, ...], device: torch.device) -> Setting:
+    def current(
+        cls, key: tuple[int, ...], device: torch.device, modes: tuple[bool, ...]
+    ) -> Setting:
         """The setting of the running step."""
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", device.type))
         )
-        return cls(key, autocast, torch.is_autocast_cache_enabled())
+        cache = torch.is_autocast_cache_enabled()
+        return cls(key, autocast, cache, modes, torch.get_default_dtype())
 
     @contextmanager
-    def restore_autocast(self) -> Iterator[None]:
-        """Autocast as it was in the forward."""
+    def restore_precision(self) -> Iterator[None]:
+        """Autocast and the default type as they were in the forward."""
         with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.default_dtype)
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(
@@ -63,6 +72,7 @@ class MicroBatch:
         output_requires_grad: For each output leaf whether it wants a gradient.
         input_requires_grad: The same for the input.
         stored: The input, kept for a recompute.
+        versions: The versions of its tensors: they must not be changed before that.
         roots: Where the backward of each output leaf that wants a gradient begins.
         input_gradients: Filled by the backward: a gradient or None for each input leaf that wants
             one.
@@ -71,6 +81,7 @@ class MicroBatch:
     output_requires_grad: list[bool]
     input_requires_grad: list[bool]
     stored: Tree | None = None
+    versions: list[int] = field(default_factory=list)
     roots: list[GradientEdge] | None = None
     input_gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -104,9 +115,6 @@ class Stage:
         self.batch_norm = DeferredBatchNorm(unique.values(), deferred_batch_norm)
         self._parameters = [p for layer in self.layers.values() for p in layer.parameters()]
         self._modules = list(unique.values())
-        self._buffer_versions = {
-            b: b._version for module in self._modules for b in module.buffers(recurse=False)
-        }
 
     def forward(
         self, m: int, inputs: Tree, requires_grad: list[bool], keep_graph: bool, setting: Setting
@@ -148,7 +156,7 @@ class Stage:
             if keep_graph:
                 record.roots = _roots(outputs)
             else:
-                record.stored = inputs
+                record.stored, record.versions = inputs, _versions(inputs)
         return _detached(outputs), record
 
     def recompute(self, m: int, record: MicroBatch, setting: Setting, keep_input: bool) -> None:
@@ -162,10 +170,15 @@ class Stage:
         """
         if record.stored is None:
             return
+        if record.versions != _versions(record.stored):
+            raise RuntimeError(
+                "The backbone's input was changed in place between its forward and its backward, so"
+                " the recomputed activations would be wrong. Change a clone of it."
+            )
         with (
             torch.enable_grad(),
-            setting.restore_autocast(),
-            self._still_buffers(),
+            setting.restore_precision(),
+            self._as_in(setting),
             self.batch_norm.micro_batch(True),
         ):
             inputs = _entered(record.stored, record)
@@ -202,6 +215,10 @@ class Stage:
         input_gradients = list(record.input_gradients)
         record.input_gradients.clear()
         return input_gradients
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which of the stage's modules are in training."""
+        return tuple(module.training for module in self._modules)
 
     def parameter_versions(self) -> list[int]:
         """Counters that move when a parameter is changed in place."""
@@ -242,20 +259,30 @@ class Stage:
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
     @contextmanager
-    def _still_buffers(self) -> Iterator[None]:
-        """Let a recompute work on copies of the buffers that layers change: once is enough."""
-        kept = [(module, dict(module._buffers)) for module in self._modules if module._buffers]
-        for module, buffers in kept:
-            changed = {
-                n: b
-                for n, b in buffers.items()
-                if b is not None and self._buffer_versions.get(b) != b._version
-            }
-            module._buffers.update({name: b.clone() for name, b in changed.items()})
+    def _as_in(self, setting: Setting) -> Iterator[None]:
+        """Put the modules in the modes of the forward, on copies of the buffers that they may move.
+
+        Floating-point buffers and small ones are copied whether they moved or not: a fused kernel,
+        such as batch norm's, moves them without a trace.
+        """
+        modes = self.modes()
+        kept = [(m, dict(m._buffers)) for m in self._modules]
+        for (module, buffers), training in zip(kept, setting.modes, strict=True):
+            module.training = training
+            if training:
+                module._buffers.update(
+                    {
+                        name: buffer.clone()
+                        for name, buffer in buffers.items()
+                        if buffer is not None
+                        and (buffer.is_floating_point() or buffer.numel() < 64)
+                    }
+                )
         try:
             yield
         finally:
-            for module, buffers in kept:
+            for (module, buffers), training in zip(kept, modes, strict=True):
+                module.training = training
                 module._buffers.update(buffers)
 
 
@@ -297,6 +324,11 @@ def _copied_unless(leaf: Any, wants_gradient: bool) -> Any:
 
 def _copied(leaf: Any) -> Any:
     return layout.copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _versions(tree: Tree) -> list[int]:
+    """Counters that move when the tensors are changed in place."""
+    return [0 if t.is_inference() else t._version for t in tree.tensors()]
 
 
 def _detached(tree: Tree) -> Tree:

@@ -62,9 +62,9 @@ class Slot:
         except RuntimeError as error:
             raise RuntimeError(
                 f"Can't move the parameter {self.names[0]} between stages, because something holds"
-                f" a weak reference to"
-                f" it or to its graph ({error}). Drop graphs and weak references to the model"
-                f" before the Trainer runs."
+                f" a weak reference to it or to its graph ({error}). Drop graphs and weak"
+                " references to the model before the Trainer runs. The old"
+                " torch.nn.utils.weight_norm holds one: use parametrizations.weight_norm."
             ) from error
 
     def to(self, device: torch.device) -> None:
@@ -262,17 +262,46 @@ def share_outside(
         control: The pipeline's control channel.
         device: This stage's device.
     """
+    outside_to(module, backbone, device)
     with torch.no_grad():
-        for owner, key in _outside_places(module, backbone):
-            parameter, buffer = owner._parameters.get(key), owner._buffers.get(key)
-            if parameter is not None:
-                parameter.data = parameter.data.to(device)
-            elif buffer is not None:
-                owner._buffers[key] = buffer.to(device)
         tensors = list(_outside_tensors(module, backbone).values())
         values = control.broadcast("state", [tensor.data for tensor in tensors], source=0)
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
+
+
+def materialize(backbone: nn.Module) -> None:
+    """Give tensors that an earlier run left on the meta device empty memory on the host."""
+    fresh: dict[int, Tensor] = {}  # by the buffer that is replaced: modules may share one
+    with torch.no_grad():
+        for module in backbone.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    place = ((module, key),)
+                    Slot((key,), place, True, None, False).replace(
+                        torch.empty_like(parameter, device="cpu")
+                    )
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    fresh.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                    module._buffers[key] = fresh[id(buffer)]
+
+
+def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:
+    """Move a module without its backbone: tensors, and what modules such as metrics move along."""
+    places = [
+        (parent, name)
+        for parent in module.modules()
+        for name, child in parent._modules.items()
+        if child is backbone
+    ]
+    for parent, name in places:
+        parent._modules[name] = None
+    try:
+        module.to(device)
+    finally:
+        for parent, name in places:
+            parent._modules[name] = backbone
 
 
 def _outside_places(module: nn.Module, backbone: nn.Module) -> Iterator[tuple[nn.Module, str]]:

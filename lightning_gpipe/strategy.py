@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -34,6 +39,12 @@ StartMethod = Literal["popen"]
 
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+WHOLE_MODEL_CALLBACKS = (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 
 class GPipeStrategy(PipelineProcesses):
@@ -103,6 +114,7 @@ class GPipeStrategy(PipelineProcesses):
         )
         self._pipeline: Pipeline | None = None
         self._clipping: PipelineClipping | None = None
+        self._metrics: dict[Metric, Callable[[], bool]] = {}
         self._evaluations = 0
         self._accumulating = False
 
@@ -140,6 +152,7 @@ class GPipeStrategy(PipelineProcesses):
             if isinstance(
                 module, Metric
             ):  # every stage sees the same values: there is nothing to synchronize
+                self._metrics[module] = module.distributed_available_fn
                 module.distributed_available_fn = _not_distributed
 
     @override
@@ -153,18 +166,27 @@ class GPipeStrategy(PipelineProcesses):
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         """Refuse what this version can't do, rather than do it wrong."""
-        if self._layer_sync is not None:
+        modules = self.lightning_module.modules() if self.lightning_module is not None else ()
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+        if self._layer_sync is not None or synced:
             raise ValueError(
-                "sync_batchnorm=True has no meaning with one pipeline: micro-batches are"
-                " normalised by themselves, and"
-                " deferred_batch_norm=True keeps the running statistics of the whole mini-batch."
-                " Leave it out."
+                "sync_batchnorm=True (or SyncBatchNorm) has no meaning with one pipeline:"
+                " micro-batches are normalised by themselves, and deferred_batch_norm=True keeps"
+                " the running statistics of the whole mini-batch. Leave it out."
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
                 "precision='16-mixed' scales the loss, which this version can't do over several"
                 " stages: use 'bf16-mixed'."
             )
+
+        callbacks: list[Any] = vars(trainer)["callbacks"]  # Lightning doesn't declare it
+        for callback in callbacks:
+            if isinstance(callback, WHOLE_MODEL_CALLBACKS):
+                raise ValueError(
+                    f"{type(callback).__name__} works on the weights of the whole model, which are"
+                    " spread over the stages; this version can't do that: leave it out."
+                )
 
     def _refuse_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -268,9 +290,9 @@ class GPipeStrategy(PipelineProcesses):
     @override
     def process_dataloader(self, dataloader: Any) -> object:
         """Let the first stage read the data for all."""
-        if self._control is None or self.stages == 1:
+        if self._links is None or self.stages == 1:
             return dataloader
-        return PipelineLoader(dataloader, self._control)
+        return PipelineLoader(dataloader, self._links.control)
 
     # ------------------------------------------------------------------ state
 
@@ -279,6 +301,7 @@ class GPipeStrategy(PipelineProcesses):
         """The whole module's state dict on rank 0; the same keys elsewhere. Collective."""
         if self._pipeline is None:
             return super().lightning_module_state_dict()
+        self._check_running()
         return self._pipeline.state_dict()
 
     @override
@@ -286,7 +309,15 @@ class GPipeStrategy(PipelineProcesses):
         """The whole optimizer's state dict on rank 0; this stage's part elsewhere. Collective."""
         if self._pipeline is None:
             return super().optimizer_state(optimizer)
+        self._check_running()
         return self._pipeline.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
+
+    def _check_running(self) -> None:
+        if self._trainer().state.status == TrainerStatus.INTERRUPTED:
+            raise RuntimeError(
+                "No checkpoint can be saved after an exception: the other stages, which hold parts"
+                " of the model, may be gone. The last checkpoint is the one saved before."
+            )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -298,13 +329,12 @@ class GPipeStrategy(PipelineProcesses):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this stage's part of the optimizers' state."""
-        if self._pipeline is not None:
-            states = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
-            own = [
-                self._pipeline.own_optimizer_state(optimizer, state) for optimizer, state in states
-            ]
-            checkpoint = {**checkpoint, "optimizer_states": own}
-        super().load_optimizer_state_dict(checkpoint)
+        if self._pipeline is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(self._pipeline.own_optimizer_state(optimizer, state))
+        self._pipeline.adopt_optimizers()
 
     @override
     def teardown(self) -> None:
@@ -321,13 +351,12 @@ class GPipeStrategy(PipelineProcesses):
         )
         if pipeline is not None:
             pipeline.close(restore=not interrupted)
-        if self._control is not None and self._links is not None and not interrupted:
-            self._control.flush()
+        if self._links is not None and not interrupted:
             self._links.close()
-        self._links = self._control = None
-        for metric in module.modules() if module is not None else ():
-            if isinstance(metric, Metric) and metric.distributed_available_fn is _not_distributed:
-                metric.distributed_available_fn = dist.is_initialized
+        self._links = None
+        for metric, available in self._metrics.items():
+            metric.distributed_available_fn = available
+        self._metrics = {}
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -90,6 +90,24 @@ def resume(path: Path, stages: int) -> dict[str, Any]:
     return module.state_dict()
 
 
+def resume_after_a_run(path: Path, stages: int) -> dict[str, Any]:
+    """Resume a module that an earlier run left in parts on the other ranks."""
+    module = models.Shared()
+    trainer(devices=stages, max_steps=1, strategy=GPipeStrategy(4)).fit(module)
+    trainer(devices=stages, max_epochs=2, strategy=GPipeStrategy(4)).fit(module, ckpt_path=path)
+    return module.state_dict()
+
+
+def test_a_module_resumes_after_another_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = models.Shared()
+    initial = copy.deepcopy(module.state_dict())
+    expected = train(module, max_epochs=2, devices=1)
+    run_ranks(save, 2, initial, tmp_path, 2)
+    state = run_ranks(resume_after_a_run, 2, tmp_path / "callback.ckpt", 2)[0]
+    torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_run_resumes_with_another_number_of_stages(stages: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -119,9 +137,19 @@ def life() -> list[str]:
             raise AssertionError("the second fit should have moved every weight")
     if torch.equal(outputs[0], again[0]):
         raise AssertionError("predictions should differ after the second fit")
-    if "forward" in module.backbone.__dict__ or "forward" in module.backbone[0].__dict__:
+    if torch.distributed.get_rank() and "rank 0 only" not in str(call(module)):
+        raise AssertionError("the module of another rank should say where the whole one is")
+    if torch.distributed.get_rank() == 0 and "forward" in module.backbone.__dict__:
         raise AssertionError("the module should be as it was")
     return devices
+
+
+def call(module: models.Module) -> Exception | None:
+    try:
+        module(torch.zeros(2, 6, dtype=torch.float64))
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def test_the_module_is_whole_again_on_rank_0() -> None:

@@ -1,0 +1,242 @@
+"""Faults that were found by use: the symptom, and why it came about."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.models import WIDTH
+from tests.ranks import RankError, run_ranks
+from tests.training import train
+
+
+class LargeInPlace(models.Module):
+    """Weights differed from run to run: the output was changed while it was being broadcast."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 300), nn.Tanh(), nn.Linear(300, 300))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        out = self.backbone(input=x.repeat(64, 1))  # the keyword was refused
+        return out.mul_(3.0).square().mean()
+
+
+class OutputHook(models.Module):
+    """A hook on the output got None: other stages walked the graph behind the output."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.backbone(x)
+        out.register_hook(lambda gradient: gradient * 0.5)
+        return nn.functional.mse_loss(out, y)
+
+
+class Norm(nn.Module):
+    """Batch norm by the function, which moves its buffers without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+class FunctionalNorm(models.Module):
+    """A recompute moved the statistics of custom norms again."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm(), nn.Linear(WIDTH, WIDTH))
+
+
+class Switching(models.Module):
+    """A recompute ran in the mode of the moment, not in that of its forward."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.backbone(x)
+        self.backbone.eval()
+        with torch.no_grad():
+            target = self.backbone(x)
+        return nn.functional.mse_loss(out, target + y)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.backbone.train()
+
+
+class Renormalising(models.Module):
+    """An embedding that renormalises in its forward was taken for an optimizer's step."""
+
+    def build(self) -> None:
+        embedding = nn.Embedding(5, WIDTH, max_norm=1.0)
+        self.backbone = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.backbone((x[:, 0].abs() * 2).long() % 5), y)
+
+
+class Position(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.linspace(0, 1, x.shape[1], device=x.device) * torch.tensor(0.1)
+
+
+class DefaultType(models.Module):
+    """A recompute made new tensors of another type than the forward."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Position(), nn.Linear(WIDTH, WIDTH), Position()
+        )
+
+
+class Mixed(nn.Module):
+    def forward(self, value: Any) -> Any:
+        h, mask = value if isinstance(value, tuple) else (value, value > 0)
+        return torch.where(mask, h * 2, h.sin()), mask
+
+
+class Inference(models.Module):
+    """Parts of a message were not aligned where inference mode hid that they were views."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(Mixed(), Mixed(), Mixed(), nn.Identity())
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.inference_mode():
+            h = self.backbone(x[:, :5])[0]
+        return nn.functional.mse_loss(self.head(nn.functional.pad(h.clone(), (0, 1))), y)
+
+
+def weights(kind: type[models.Module], state: Any, stages: int, mode: str) -> dict[str, Tensor]:
+    module = kind("sgd")
+    module.load_state_dict(state)
+    strategy = GPipeStrategy(4 if kind is not Switching else 1, checkpoint=mode)  # type: ignore[arg-type]
+    precision = "64-true" if kind is DefaultType else None
+    return train(module, max_steps=6, devices=stages, strategy=strategy, precision=precision)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    "kind",
+    [LargeInPlace, OutputHook, FunctionalNorm, Switching, Renormalising, DefaultType, Inference],
+)
+def test_equal_to_a_plain_trainer_or_between_modes(kind: type[models.Module], stages: int) -> None:
+    torch.manual_seed(0)
+    module = kind("sgd")
+    initial = copy.deepcopy(module.state_dict())
+    if kind is FunctionalNorm:  # sees micro-batches: compare the modes
+        expected = run_ranks(weights, 1, kind, initial, 1, "never")[0]
+    else:
+        precision = "64-true" if kind is DefaultType else None
+        expected = train(module, max_steps=6, devices=1, precision=precision)
+    for mode in ("always", "except_last", "never"):
+        state = run_ranks(weights, stages, kind, initial, stages, mode)[0]
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
+
+
+class ChangedInput(models.Module):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(self.backbone(x), y)
+        x.zero_()
+        return loss
+
+
+class SharedCounter(models.Module):
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x
+
+    def build(self) -> None:
+        counting = self.Counting()
+        self.backbone = nn.Sequential(counting, nn.Linear(WIDTH, WIDTH), nn.Tanh(), counting)
+
+
+class Penalty(models.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(*batch), create_graph=True)
+
+
+class OneValue(models.Module):
+    """A value per micro-batch was taken for a value per sample."""
+
+    class Aux(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, x.square().mean().reshape(1)
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), self.Aux())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out, extra = self.backbone(x)
+        return nn.functional.mse_loss(out, y) + extra.sum()
+
+
+class LayerByLayer(models.Module):
+    """Nothing was cut, without a word, where the step never called the backbone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.backbone:
+            x = layer(x)
+        return x
+
+
+def run(kind: type[models.Module], callbacks: list[L.Callback]) -> None:
+    strategy = GPipeStrategy(4, checkpoint="always")
+    train(kind(), max_steps=4, devices=2, strategy=strategy, callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "problem"),
+    [
+        (ChangedInput, [], "input was changed in place"),
+        (SharedCounter, [], "The buffer backbone.0.count is used by layers of several stages"),
+        (Penalty, [], "create_graph=True"),
+        (OneValue, [], "no batch dimension and differs"),
+        (LayerByLayer, [], "call the backbone as a whole"),
+        (models.Module, [StochasticWeightAveraging(0.1)], "StochasticWeightAveraging works on"),
+    ],
+)
+def test_refused(kind: type[models.Module], callbacks: list[L.Callback], problem: str) -> None:
+    with pytest.raises(RankError, match=problem):
+        run_ranks(run, 2, kind, callbacks, timeout_s=30)
+
+
+class Full(L.Callback):
+    def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+        if run.global_step == 2 and run.global_rank == 0:
+            raise OSError("the disk is full")
+
+
+def fail_with_a_checkpoint(folder: str) -> None:
+    callbacks = [Full(), OnExceptionCheckpoint(folder)]
+    strategy = GPipeStrategy(4)
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": callbacks}
+    train(models.Module(), max_steps=4, devices=2, strategy=strategy, **options)
+
+
+def test_a_checkpoint_on_an_exception_does_not_hang(tmp_path: Any) -> None:
+    """Gathering the weights waited for stages that had failed, and the error was never seen."""
+    with pytest.raises(RankError, match="the disk is full") as error:
+        run_ranks(fail_with_a_checkpoint, 2, str(tmp_path), timeout_s=30)
+    assert "No checkpoint can be saved after an exception" in str(error.value)
