@@ -20,7 +20,6 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe import layout
-from lightning_gpipe.courier import Courier
 from lightning_gpipe.microbatch import Tree
 
 _PLACE_AND_SIGNATURE_LENGTH = struct.Struct("<qq")
@@ -180,15 +178,9 @@ _Pending: TypeAlias = tuple[Tensor, dist.Work | None]  # None: nothing to wait f
 
 @dataclass(slots=True)
 class Sender:
-    """The sending end of a link.
-
-    Args:
-        channel: Where it sends.
-        courier: The thread that sends; None: the caller's.
-    """
+    """The sending end of a link."""
 
     channel: Channel
-    courier: Courier | None = None
     _memory: dict[int, _Memory] = field(default_factory=dict)
     _sent: int = 0
     _pending: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
@@ -201,19 +193,6 @@ class Sender:
             tree: The boundary; its memory must not be changed afterwards.
             requires_grad: For each leaf whether the other end returns a gradient for it.
         """
-        if self.courier is not None:
-            self.courier.give(partial(self._send, place, tree, requires_grad))
-        else:
-            self._send(place, tree, requires_grad)
-
-    def flush(self) -> None:
-        """Wait until everything sent has left its memory."""
-        if self.courier is not None:
-            self.courier.flush()
-        while self._pending:
-            self._pending.popleft()[2].wait()
-
-    def _send(self, place: int, tree: Tree, requires_grad: Sequence[bool]) -> None:
         self._sent += 1
         while self._pending and self._pending[0][0] <= self._sent - _IN_FLIGHT:
             self._pending.popleft()[2].wait()
@@ -239,6 +218,11 @@ class Sender:
         else:
             self._post_tensors(header, data, memory)
         memory.update(signature, self.channel.through_host)
+
+    def flush(self) -> None:
+        """Wait until everything sent has left its memory."""
+        while self._pending:
+            self._pending.popleft()[2].wait()
 
     def _post_tensors(self, header: Tensor, data: Sequence[Tensor], memory: _Memory) -> None:
         if memory.inline:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.boundary import Receiver, Sender
-from lightning_gpipe.courier import Courier
 from lightning_gpipe.graph import CallNode, ExitNode, SteerNode, calls_behind
 from lightning_gpipe.links import Links
 from lightning_gpipe.microbatch import Merge, Split, Tree
@@ -101,15 +100,13 @@ class Engine:
         self._chained = False
         self._retain = False
         self._anchor = torch.zeros((), device=links.device, requires_grad=True)
-        # sending over the host costs time that is worth a thread; NCCL only launches a kernel
-        self._courier = Courier() if links.through_host and links.stages > 1 else None
         before, after = links.stage - 1, links.stage + 1
         down_in, down_out = links.channel(before, links.downs), links.channel(after, links.downs)
         up_in, up_out = links.channel(after, links.ups), links.channel(before, links.ups)
         self._activations_in = Receiver(down_in) if down_in else None
-        self._activations_out = Sender(down_out, self._courier) if down_out else None
+        self._activations_out = Sender(down_out) if down_out else None
         self._gradients_in = Receiver(up_in) if up_in else None
-        self._gradients_out = Sender(up_out, self._courier) if up_out else None
+        self._gradients_out = Sender(up_out) if up_out else None
 
     def begin_step(self, *step: int) -> None:
         """Tell the engine which step comes, for the layers' random numbers.
@@ -121,10 +118,8 @@ class Engine:
         self._calls_in_step = 0
 
     def close(self) -> None:
-        """Let go of the layers, and end the thread that sends."""
+        """Let go of the layers."""
         self.stage.batch_norm.remove()
-        if self._courier is not None:
-            self._courier.close()
 
     def flush(self) -> None:
         """Wait until everything sent has arrived."""
