@@ -31,9 +31,8 @@ def find_backbone(
     if not candidates:
         raise ValueError(
             f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
-            f" layers, which it can"
-            " cut into stages. Build the model's body as an nn.Sequential, for example"
-            " `self.backbone = nn.Sequential(*blocks)`, and call it in the step."
+            " layers, which it can cut into stages. Build the model's body as an nn.Sequential, for"
+            " example `self.backbone = nn.Sequential(*blocks)`, and call it in the step."
         )
     if len(candidates) == 1:
         return next(iter(candidates))
@@ -62,8 +61,7 @@ def find_backbone(
         + "\n".join(rows)
         + f"\nName the one to cut:"
         f" GPipeStrategy(backbone={max(shares, key=lambda key: shares[key])!r}), or put them into"
-        f" one"
-        f" nn.Sequential.{hint}"
+        f" one nn.Sequential.{hint}"
     )
 
 
@@ -79,8 +77,7 @@ def _checked(module: nn.Module, name: str) -> str:
     if not _is_sequential(body):
         raise ValueError(
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
-            f" nn.Sequential that"
-            " keeps nn.Sequential.forward."
+            " nn.Sequential that keeps nn.Sequential.forward."
         )
     return name
 

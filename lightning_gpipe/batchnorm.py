@@ -92,8 +92,8 @@ class DeferredBatchNorm:
         if count == 1:
             raise ValueError(
                 "A batch-norm layer got a micro-batch with one value per channel, which has no"
-                " variance: lower `chunks`, so that every micro-batch has at least two samples."
-                " For a small last batch use DataLoader(drop_last=True)."
+                " variance: lower `chunks`, so that every micro-batch has at least two samples. For"
+                " a small last batch use DataLoader(drop_last=True)."
             )
         # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
         row = torch.zeros_like(mean), torch.zeros_like(variance)

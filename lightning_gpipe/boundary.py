@@ -292,9 +292,8 @@ class Receiver:
         if arrived != place or slot.place != place:
             raise RuntimeError(
                 f"Expected micro-batch {place} from rank {self.channel.peer}, but got {arrived}:"
-                f" the two stages do not"
-                " run the same step. Call the backbone on every rank alike, never under `if rank"
-                " == 0`."
+                " the two stages do not run the same step. Call the backbone on every rank alike,"
+                " never under `if rank == 0`."
             )
         memory = slot.memory
         signature = memory.signature

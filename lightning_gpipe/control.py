@@ -32,6 +32,10 @@ _FRAME = 1 << 14  # bytes; a step's control message with the generators' states 
 _SMALL = 1 << 13  # bytes up to which a tensor is pickled
 
 
+class RemoteError(RuntimeError):
+    """An error of another stage."""
+
+
 class _Packer(pickle.Pickler):
     """Pickles an object, setting large tensors aside."""
 
@@ -147,7 +151,7 @@ class Control:
         if self.stage != 0:
             failed, value = self.broadcast(kind, None, source=0)
             if failed:
-                raise RuntimeError(f"Stage 0 (rank {self.ranks[0]}) failed: {value}")
+                raise RemoteError(f"Stage 0 (rank {self.ranks[0]}) failed: {value}")
             return cast(_T, value)
         try:
             result = decision()
@@ -211,11 +215,9 @@ class Control:
         if _KINDS[code] != kind:
             raise RuntimeError(
                 f"Stage {self.stage} (rank {self.ranks[self.stage]}) expected a message of kind"
-                f" '{kind}' from stage"
-                f" {source} (rank {self.ranks[source]}), which sent '{_KINDS[code]}': the stages"
-                f" do not run the same"
-                " step. Call the model and the Trainer on every rank alike, never under `if rank"
-                " == 0`."
+                f" '{kind}' from stage {source} (rank {self.ranks[source]}), which sent"
+                f" '{_KINDS[code]}': the stages do not run the same step. Call the model and the"
+                " Trainer on every rank alike, never under `if rank == 0`."
             )
         blob = frame[_KIND_AND_LENGTH.size : _KIND_AND_LENGTH.size + length]
         if len(blob) < length:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpipe.control import Control
+from lightning_gpipe.control import Control, RemoteError
 
 
 class PipelineLoader:
@@ -45,7 +45,7 @@ class PipelineLoader:
                 _set_generators(generators)
                 return
             if what == "error":
-                raise RuntimeError(
+                raise RemoteError(
                     f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}"
                 )
             _set_generators(generators)

@@ -170,10 +170,9 @@ class Engine:
         if first != key:
             raise RuntimeError(
                 f"Stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is at call"
-                f" {key[-1]} of step"
-                f" {key[1:-1]}, stage 0 at call {first[-1]} of step {first[1:-1]}. Call the"
-                f" backbone on every rank alike,"
-                " never under `if rank == 0`."
+                f" {key[-1]} of step {key[1:-1]}, stage 0 at call {first[-1]} of step"
+                f" {first[1:-1]}. Call the backbone on every rank alike, never under `if rank =="
+                " 0`."
             )
 
     def _run_forwards(self, call: Call, batch: Tree) -> list[Tree]:
@@ -274,9 +273,8 @@ class Engine:
         numbers = self.control.broadcast("backward", numbers, source=self.links.stages - 1)
         if numbers is None:
             raise RuntimeError(
-                "The loss wants no gradient: it depends neither on the backbone's output nor on"
-                " any parameter that"
-                " requires one. Was it detached, or computed under torch.no_grad()?"
+                "The loss wants no gradient: it depends neither on the backbone's output nor on any"
+                " parameter that requires one. Was it detached, or computed under torch.no_grad()?"
             )
         self._announced.extend(numbers)
         self._chained = False
@@ -286,8 +284,8 @@ class Engine:
         if missing:
             raise RuntimeError(
                 f"The last stage differentiates call {missing[0]} of the backbone, of which stage"
-                f" {self.links.stage} has"
-                " dropped the output: the step must do the same on every rank."
+                f" {self.links.stage} has dropped the output: the step must do the same on every"
+                " rank."
             )
         steered: Tensor = SteerNode.apply(
             loss.detach(), self._anchor, *(self._tokens[n] for n in numbers)
@@ -301,9 +299,8 @@ class Engine:
             self._announced.clear()
             raise RuntimeError(
                 f"The backward did not reach calls {left} of the backbone on stage"
-                f" {self.links.stage}: a"
-                " LightningModule.backward override must call loss.backward(*args, **kwargs) on"
-                " the loss that it gets."
+                f" {self.links.stage}: a LightningModule.backward override must call"
+                " loss.backward(*args, **kwargs) on the loss that it gets."
             )
 
     def _backward(self, call: Call) -> list[Tensor | None]:
@@ -311,23 +308,20 @@ class Engine:
         if not self._announced or self._announced[0] != call.number:
             raise RuntimeError(
                 "A backward reached the backbone without the strategy knowing of it. In manual"
-                " optimization call"
-                " self.manual_backward(loss), not loss.backward(). torch.autograd.grad through the"
-                " backbone is not"
-                " supported."
+                " optimization call self.manual_backward(loss), not loss.backward()."
+                " torch.autograd.grad through the backbone is not supported."
             )
         self._announced.popleft()
         if not call.micro_batches:
             raise RuntimeError(
-                "A second backward through the same call of the backbone: pass retain_graph=True"
-                " to the first one."
+                "A second backward through the same call of the backbone: pass retain_graph=True to"
+                " the first one."
             )
         if call.versions != self.stage.parameter_versions():
             raise RuntimeError(
                 f"A parameter of stage {self.links.stage} was changed between the forward and the"
-                f" backward of the"
-                " backbone, so the recomputed activations would be wrong. Step the optimizer after"
-                " the backward."
+                " backward of the backbone, so the recomputed activations would be wrong. Step the"
+                " optimizer after the backward."
             )
         rows = self._output_gradients(call)
         actions = [action for action in call.program if action.op != "F"]

@@ -59,11 +59,9 @@ class Tree:
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                 raise TypeError(
-                    f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which"
-                    f" can't be split or sent:"
-                    " use tensors, numbers, strings and None in tuples, lists, dicts, named tuples"
-                    " or classes"
-                    " registered with PyTorch's pytree registry"
+                    f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't"
+                    " be split or sent: use tensors, numbers, strings and None in tuples, lists,"
+                    " dicts, named tuples or classes registered with PyTorch's pytree registry"
                     " (torch.utils._pytree.register_dataclass)."
                 )
         return cls(leaves, spec)
@@ -114,8 +112,7 @@ class Split:
         if samples is None:
             raise ValueError(
                 "The backbone's input has no tensor with a batch dimension, so it can't be split"
-                " into micro-batches."
-                " Give the backbone at least one tensor of shape [batch, ...]."
+                " into micro-batches. Give the backbone at least one tensor of shape [batch, ...]."
             )
         if samples == 0:
             raise ValueError(
@@ -240,10 +237,9 @@ class Merge:
                 shape = tuple(column[0].shape) if isinstance(column[0], Tensor) else column[0]
                 raise ValueError(
                     f"Leaf {i} of the backbone's output ({shape} for the first micro-batch of"
-                    f" {sizes[0]} samples) has"
-                    " no batch dimension and differs between micro-batches, so it can't be merged."
-                    " Return values per"
-                    " sample, shape [batch, ...], and reduce them in the step; or use chunks=1."
+                    f" {sizes[0]} samples) has no batch dimension and differs between"
+                    " micro-batches, so it can't be merged. Return values per sample, shape [batch,"
+                    " ...], and reduce them in the step; or use chunks=1."
                 )
             lengths.append(length)
         return first.with_leaves(leaves), cls(tuple(lengths))

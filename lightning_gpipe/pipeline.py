@@ -28,6 +28,7 @@ from lightning_gpipe.settings import Settings
 from lightning_gpipe.stage import Stage
 from lightning_gpipe.state import (
     Skeleton,
+    Slot,
     layers_of,
     materialize,
     outside_to,
@@ -81,11 +82,12 @@ class Pipeline:
         self._replicated: Replicated | None = None
         self._step: tuple[int, ...] = (0,)
         self._redirected: list[nn.Module] = []
+        self._empty: list[Slot] = []
         lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
         if lazy:
             raise ValueError(
                 f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer"
-                f" does."
+                " does."
             )
         self._name = find_backbone(module, settings.backbone, self._known_flops())
         self._backbone = module.get_submodule(self._name)
@@ -93,8 +95,8 @@ class Pipeline:
         if len(self._layers) < links.stages:
             raise ValueError(
                 f"The backbone '{self._name}' has {len(self._layers)} layers, fewer than"
-                f" {links.stages} stages: use"
-                f" at most {len(self._layers)} devices, or split it into more layers."
+                f" {links.stages} stages: use at most {len(self._layers)} devices, or split it into"
+                " more layers."
             )
         if settings.sizes is not None:
             _check_sizes(settings.sizes, len(self._layers), links.stages, self._name)
@@ -108,7 +110,7 @@ class Pipeline:
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
         share_outside(self._module, self._backbone, self._control, self._links.device)
-        materialize(self._backbone)
+        self._empty = materialize(self._backbone)
         if self._settings.balance == "params" or self._settings.sizes is not None:
             self._cut(None)
 
@@ -134,18 +136,23 @@ class Pipeline:
                 self._engine.flush()
             self._engine.close()
         if self._skeleton is None:
-            if restore:
-                self._module.cpu()
-            return
-        if not restore:
+            outside_to(self._module, self._backbone, torch.device("cpu"))
+            for slot in self._empty:
+                slot.replace(torch.empty_like(slot.tensor, device="meta"))
+        elif restore:
+            self._restore()
+        if restore and any(p.is_meta for p in self._backbone.parameters()):
+            self._redirect(self._backbone, _on_rank_0)
+
+    def _restore(self) -> None:
+        """Bring all weights and optimizer state to the first stage's host memory. Collective."""
+        if self._skeleton is None:
             return
         states = [
             self._skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()
         ]
         outside_to(self._module, self._backbone, torch.device("cpu"))
         self._skeleton.restore()
-        if any(p.is_meta for p in self._backbone.parameters()):
-            self._redirect(self._backbone, _on_rank_0)
         for optimizer, state in zip(self._optimizers(), states, strict=True):
             if self._links.is_first:
                 optimizer.load_state_dict(state)
@@ -171,9 +178,8 @@ class Pipeline:
         Yields:
             The loss to differentiate on this stage.
         """
-        if (
-            self._engine is None or self._replicated is None
-        ):  # no backbone was called: all stages compute the same
+        if self._engine is None or self._replicated is None:
+            # the backbone was not called yet: all stages compute the same
             yield loss
             return
         self._replicated.before_backward()
@@ -247,9 +253,8 @@ class Pipeline:
             if outside > OUTSIDE_LIMIT and links.stages > 1:
                 self._warn(
                     f"{outside:.0%} of the parameters are outside the backbone '{self._name}'."
-                    f" Every stage holds and"
-                    " computes them: move what you can into the backbone, or name another one with"
-                    " GPipeStrategy(backbone=...)."
+                    " Every stage holds and computes them: move what you can into the backbone, or"
+                    " name another one with GPipeStrategy(backbone=...)."
                 )
             skeleton = Skeleton(self._module, self._name, partition, self._control, links.device)
             skeleton.cut()
@@ -287,9 +292,9 @@ class Pipeline:
                 costs, unit = flop_costs(self._layers, value), "flops"
             except UntraceableLayer as error:
                 self._warn(
-                    f"Layers are balanced by parameters: their operations can't be counted,"
-                    f" because {error}. Choose"
-                    " balance='params' or a list of layers per stage to silence this."
+                    "Layers are balanced by parameters: their operations can't be counted, because"
+                    f" {error}. Choose balance='params' or a list of layers per stage to silence"
+                    " this."
                 )
         elif callable(balance):
             costs, unit = function_costs(self._layers, value, balance), "cost"
@@ -326,8 +331,8 @@ class _Redirect:
 def _not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
     raise RuntimeError(
-        "A layer of the backbone was called by itself, and the layers are on several stages:"
-        " call the backbone as a whole."
+        "A layer of the backbone was called by itself, and the layers are on several stages: call"
+        " the backbone as a whole."
     )
 
 
@@ -342,9 +347,9 @@ def _on_rank_0(*args: Any, **kwargs: Any) -> Any:
 def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> None:
     if len(sizes) != stages or sum(sizes) != layers:
         raise ValueError(
-            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there"
-            f" are {stages} stages and"
-            f" '{name}' has {layers} layers: give {stages} numbers that add up to {layers}."
+            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there are"
+            f" {stages} stages and '{name}' has {layers} layers: give {stages} numbers that add up"
+            f" to {layers}."
         )
 
 

@@ -130,14 +130,13 @@ class PipelineProcesses(ParallelStrategy):
         if world % stages:
             raise ValueError(
                 f"{world} processes can't be divided into pipelines of stages={stages}: choose"
-                f" devices x num_nodes as a"
-                f" multiple of stages, or stages='auto' for one pipeline of {world} stages."
+                " devices x num_nodes as a multiple of stages, or stages='auto' for one pipeline of"
+                f" {world} stages."
             )
         if world > stages:
             raise ValueError(
                 f"{world} processes make {world // stages} replicas of {stages} stages, and this"
-                f" version trains one"
-                f" replica: use devices={stages}, or stages='auto'."
+                f" version trains one replica: use devices={stages}, or stages='auto'."
             )
 
     def _connect(self, backend: str, device: torch.device) -> Links:

@@ -88,8 +88,8 @@ class Replicated:
             elif parameter.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"A parameter of shape {tuple(parameter.shape)} outside the backbone has a"
-                    f" sparse gradient, which"
-                    " can't be summed over the stages: build its nn.Embedding with sparse=False."
+                    " sparse gradient, which can't be summed over the stages: build its"
+                    " nn.Embedding with sparse=False."
                 )
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = self._to_wire(gradients)

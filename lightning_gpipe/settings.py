@@ -64,6 +64,6 @@ def _check_balance(balance: object) -> None:
             )
     elif not callable(balance):
         raise ValueError(
-            f"balance must be 'flops', 'params', a list of layers per stage or a function, got"
+            "balance must be 'flops', 'params', a list of layers per stage or a function, got"
             f" {balance!r}."
         )

@@ -270,21 +270,26 @@ def share_outside(
             tensor.copy_(value)
 
 
-def materialize(backbone: nn.Module) -> None:
-    """Give tensors that an earlier run left on the meta device empty memory on the host."""
-    fresh: dict[int, Tensor] = {}  # by the buffer that is replaced: modules may share one
+def materialize(backbone: nn.Module) -> list[Slot]:
+    """Give tensors that an earlier run left on the meta device empty memory on the host.
+
+    Returns:
+        Their places; what stands there means nothing until the module is cut.
+    """
+    places: dict[int, tuple[list[tuple[nn.Module, str]], bool]] = {}
+    for module in backbone.modules():
+        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for key, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(id(tensor), ([], is_parameter))[0].append((module, key))
+    slots = [
+        Slot((found[0][1],), tuple(found), is_parameter, None, False)
+        for found, is_parameter in places.values()
+    ]
     with torch.no_grad():
-        for module in backbone.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    place = ((module, key),)
-                    Slot((key,), place, True, None, False).replace(
-                        torch.empty_like(parameter, device="cpu")
-                    )
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    fresh.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
-                    module._buffers[key] = fresh[id(buffer)]
+        for slot in slots:
+            slot.replace(torch.empty_like(slot.tensor, device="cpu"))
+    return slots
 
 
 def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:
@@ -352,9 +357,8 @@ def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:
         if len(users) > 1:
             raise ValueError(
                 f"One {type(module).__name__} with running statistics is used by stages"
-                f" {sorted(users)}, which can't both"
-                " move them: use one batch-norm layer each, or a `balance` that keeps its users on"
-                " one stage."
+                f" {sorted(users)}, which can't both move them: use one batch-norm layer each, or a"
+                " `balance` that keeps its users on one stage."
             )
 
 

@@ -26,6 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gpipe.control import RemoteError
 from lightning_gpipe.cost import Balance
 from lightning_gpipe.data import PipelineLoader
 from lightning_gpipe.pipeline import Pipeline
@@ -148,10 +149,9 @@ class GPipeStrategy(PipelineProcesses):
             self._pipeline.adopt_optimizers()
         self.setup_precision_plugin()
         self._clipping = PipelineClipping(self.precision_plugin, self._pipeline.owner, self._links)
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # for the same reason
         for module in self.lightning_module.modules():
-            if isinstance(
-                module, Metric
-            ):  # every stage sees the same values: there is nothing to synchronize
+            if isinstance(module, Metric):  # every stage sees the same values
                 self._metrics[module] = module.distributed_available_fn
                 module.distributed_available_fn = _not_distributed
 
@@ -179,7 +179,6 @@ class GPipeStrategy(PipelineProcesses):
                 "precision='16-mixed' scales the loss, which this version can't do over several"
                 " stages: use 'bf16-mixed'."
             )
-
         callbacks: list[Any] = vars(trainer)["callbacks"]  # Lightning doesn't declare it
         for callback in callbacks:
             if isinstance(callback, WHOLE_MODEL_CALLBACKS):
@@ -193,8 +192,8 @@ class GPipeStrategy(PipelineProcesses):
             if isinstance(optimizer, LBFGS):
                 raise ValueError(
                     "LBFGS needs all parameters of the model on one device, and GPipeStrategy"
-                    " spreads them over stages:"
-                    " use an optimizer that works parameter by parameter, such as SGD or AdamW."
+                    " spreads them over stages: use an optimizer that works parameter by parameter,"
+                    " such as SGD or AdamW."
                 )
 
     # ------------------------------------------------------------------ steps
@@ -233,7 +232,8 @@ class GPipeStrategy(PipelineProcesses):
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error) or isinstance(error.__cause__, Exception):
+            known = isinstance(error, RemoteError) or error.__cause__ is not None
+            if known or "meta" not in str(error):
                 raise
             raise self._meta_error() from error
 
