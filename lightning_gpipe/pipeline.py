@@ -238,17 +238,16 @@ class Pipeline:
             partition = self._control.decide("partition", lambda: self._decide(value))
             self.partition = partition
             outside = outside_share(self._module, self._backbone)
-            self._inform(
-                partition_table(
-                    partition,
-                    self._name,
-                    self._layers,
-                    self._devices,
-                    self._chunks,
-                    settings.checkpoint,
-                    outside,
-                )
+            table = partition_table(
+                partition,
+                self._name,
+                self._layers,
+                self._devices,
+                self._chunks,
+                settings.checkpoint,
+                outside,
             )
+            self._inform(f"\n{table}")  # a progress bar may stand on the line
             self._warn_of_time_first()
             if outside > OUTSIDE_LIMIT and links.stages > 1:
                 self._warn(
