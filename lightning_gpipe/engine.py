@@ -182,10 +182,7 @@ class Engine:
             isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
             for t in batch.leaves
         ]
-        detached = batch.with_leaves(
-            [t.detach() if isinstance(t, Tensor) else t for t in batch.leaves]
-        )
-        micro_batches = call.split.scatter(detached) if self._activations_in is None else []
+        micro_batches = call.split.scatter(batch.detached()) if self.links.is_first else []
         if self._activations_in is not None:
             self._activations_in.expect(m for _, m in forwards)
         outputs: list[Tree] = []

@@ -74,6 +74,10 @@ class Tree:
         """The same structure around other leaves."""
         return Tree(leaves, self.spec)
 
+    def detached(self) -> Tree:
+        """The same values without their graphs."""
+        return self.with_leaves([t.detach() if isinstance(t, Tensor) else t for t in self.leaves])
+
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

@@ -140,19 +140,15 @@ class Pipeline:
             for slot in self._empty:
                 slot.replace(torch.empty_like(slot.tensor, device="meta"))
         elif restore:
-            self._restore()
+            self._restore(self._skeleton)
         if restore and any(p.is_meta for p in self._backbone.parameters()):
             self._redirect(self._backbone, _on_rank_0)
 
-    def _restore(self) -> None:
+    def _restore(self, skeleton: Skeleton) -> None:
         """Bring all weights and optimizer state to the first stage's host memory. Collective."""
-        if self._skeleton is None:
-            return
-        states = [
-            self._skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()
-        ]
+        states = [skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
         outside_to(self._module, self._backbone, torch.device("cpu"))
-        self._skeleton.restore()
+        skeleton.restore()
         for optimizer, state in zip(self._optimizers(), states, strict=True):
             if self._links.is_first:
                 optimizer.load_state_dict(state)

@@ -139,10 +139,9 @@ class Stage:
         """
         if not torch.is_grad_enabled():
             with self.batch_norm.micro_batch(recompute=False):
-                outputs = self._run(
-                    m, Tree(list(map(_copied, inputs.leaves)), inputs.spec), setting
-                )
-            return _detached(outputs), MicroBatch([False] * len(outputs.leaves), requires_grad)
+                copies = inputs.with_leaves(list(map(_copied, inputs.leaves)))
+                outputs = self._run(m, copies, setting)
+            return outputs.detached(), MicroBatch([False] * len(outputs.leaves), requires_grad)
         record = MicroBatch([], requires_grad)
         with ExitStack() as stack:
             if not keep_graph:
@@ -157,7 +156,7 @@ class Stage:
                 record.roots = _roots(outputs)
             else:
                 record.stored, record.versions = inputs, _versions(inputs)
-        return _detached(outputs), record
+        return outputs.detached(), record
 
     def recompute(self, m: int, record: MicroBatch, setting: Setting, keep_input: bool) -> None:
         """Run a micro-batch forward again, keeping its activations, where a gradient is wanted.
@@ -307,8 +306,9 @@ class _Entry(torch.autograd.Function):
 
 def _entered(inputs: Tree, record: MicroBatch) -> Tree:
     """The input as the layers get it: copies, with a graph where a gradient is wanted."""
-    leaves = list(map(_copied_unless, inputs.leaves, record.input_requires_grad))
-    wanted = [i for i, wants in enumerate(record.input_requires_grad) if wants]
+    flags = record.input_requires_grad
+    leaves = [t if wants else _copied(t) for t, wants in zip(inputs.leaves, flags, strict=True)]
+    wanted = [i for i, wants in enumerate(flags) if wants]
     if wanted:
         heads = _Entry.apply(
             record.input_gradients, *(leaves[i].detach().requires_grad_() for i in wanted)
@@ -318,10 +318,6 @@ def _entered(inputs: Tree, record: MicroBatch) -> Tree:
     return inputs.with_leaves(leaves)
 
 
-def _copied_unless(leaf: Any, wants_gradient: bool) -> Any:
-    return leaf if wants_gradient else _copied(leaf)
-
-
 def _copied(leaf: Any) -> Any:
     return layout.copy(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -329,12 +325,6 @@ def _copied(leaf: Any) -> Any:
 def _versions(tree: Tree) -> list[int]:
     """Counters that move when the tensors are changed in place."""
     return [0 if t.is_inference() else t._version for t in tree.tensors()]
-
-
-def _detached(tree: Tree) -> Tree:
-    return tree.with_leaves(
-        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree.leaves]
-    )
 
 
 def _roots(outputs: Tree) -> list[GradientEdge]:
