@@ -93,3 +93,20 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 def _is_sequential(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def refuse_compiled(backbone: nn.Module, name: str) -> None:
+    """Refuse a backbone that torch.compile calls as one.
+
+    Args:
+        backbone: The ``nn.Sequential`` to cut.
+        name: Its dotted name.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    if backbone._compiled_call_impl is not None or "_orig_mod" in name.split("."):
+        raise ValueError(
+            f"The backbone '{name}' is compiled as a whole, and can't be cut then: compile its"
+            " layers instead, nn.Sequential(*(torch.compile(layer) for layer in layers))."
+        )

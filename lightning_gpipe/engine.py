@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +31,8 @@ from lightning_gpipe.schedule import (
     validate,
 )
 from lightning_gpipe.stage import MicroBatch, Setting, Stage
+
+ExpectLast: TypeAlias = Callable[[], Tensor | None]
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class Engine:
         links: The process groups.
         chunks: M.
         checkpoint: Which micro-batches are re-materialized.
-        seed: Seed of the layers' random numbers; the same on every stage.
+        seed: Seed of the layers' random numbers; the same on every rank.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Engine:
         self._announced: deque[int] = deque()
         self._chained = False
         self._retain = False
+        self._expect_last: ExpectLast | None = None
         self._anchor = torch.zeros((), device=links.device, requires_grad=True)
         before, after = links.stage - 1, links.stage + 1
         down_in, down_out = links.channel(before, links.downs), links.channel(after, links.downs)
@@ -149,7 +152,7 @@ class Engine:
         )
         self._calls += 1
         self._calls_in_step += 1
-        key = (self._seed, *self._step, self._calls_in_step)
+        key = (self._seed, self.links.replica, *self._step, self._calls_in_step)
         self._check_call(key)
         call = Call(
             self._calls,
@@ -170,8 +173,8 @@ class Engine:
         if first != key:
             raise RuntimeError(
                 f"Stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is at call"
-                f" {key[-1]} of step {key[1:-1]}, stage 0 at call {first[-1]} of step"
-                f" {first[1:-1]}. Call the backbone on every rank alike, never under `if rank =="
+                f" {key[-1]} of step {key[2:-1]}, stage 0 at call {first[-1]} of step"
+                f" {first[2:-1]}. Call the backbone on every rank alike, never under `if rank =="
                 " 0`."
             )
 
@@ -249,12 +252,14 @@ class Engine:
 
     # ------------------------------------------------------------------ backward
 
-    def steer(self, loss: Tensor, retain: bool) -> Tensor:
+    def steer(self, loss: Tensor, retain: bool, expect_last: ExpectLast | None = None) -> Tensor:
         """Prepare a backward. Collective over the pipeline.
 
         Args:
             loss: The user's loss, a scalar, the same on every stage.
             retain: Whether the graph will be needed once more.
+            expect_last: Called before the last micro-batch's backward on this stage; may return a
+                scalar to run it from as well.
 
         Returns:
             What to call ``backward`` on: on the last stage the loss, on others its value with a
@@ -263,7 +268,7 @@ class Engine:
         Raises:
             RuntimeError: If the loss wants no gradient.
         """
-        self._retain = retain
+        self._retain, self._expect_last = retain, expect_last
         numbers: list[int] | None = None
         if self.links.is_last:
             numbers = sorted(calls_behind([loss]), reverse=True) if loss.requires_grad else None
@@ -329,7 +334,9 @@ class Engine:
         input_gradients: dict[int, list[Tensor | None]] = {}
         with self.stage.random_state(), torch.autograd.profiler.record_function("gpipe_backward"):
             for action in actions:
-                self._dispatch[action.op](self, call, action, rows, input_gradients)
+                is_last = action is actions[-1] and not self._announced
+                also = self._expect_last() if is_last and self._expect_last else None
+                self._dispatch[action.op](self, call, action, rows, input_gradients, also)
         if not self._retain:
             call.micro_batches.clear()
         if not self.links.is_first:
@@ -364,7 +371,7 @@ class Engine:
         return call.merge.scatter_gradients(leaves, len(call.split.sizes))
 
     def _recompute_action(
-        self, call: Call, action: Action, rows: Any, input_gradients: Any
+        self, call: Call, action: Action, rows: Any, input_gradients: Any, also: Any
     ) -> None:
         self.stage.recompute(
             action.micro_batch,
@@ -379,6 +386,7 @@ class Engine:
         action: Action,
         rows: list[list[Tensor | None]],
         input_gradients: dict[int, list[Tensor | None]],
+        also: Tensor | None,
     ) -> None:
         m = action.micro_batch
         record = call.micro_batches[m]
@@ -389,7 +397,7 @@ class Engine:
             gradients = [
                 g for g, wants in zip(rows[m], record.output_requires_grad, strict=True) if wants
             ]
-        upstream = self.stage.backward(record, gradients, self._retain)
+        upstream = self.stage.backward(record, gradients, self._retain, also)
         if not any(record.input_requires_grad):
             return
         if self._gradients_out is not None:

@@ -1,19 +1,25 @@
-"""The process groups of one pipeline."""
+"""The process groups of one rank: those of its pipeline, and of its stage's replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_gpipe.boundary import Channel
-from lightning_gpipe.control import Control
+from lightning_gpipe.control import Control, Kind
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The process groups of one pipeline, and this rank's place in it.
+    """The process groups of one rank, and its place in its pipeline.
 
     Args:
         stage: This rank's stage.
@@ -26,6 +32,7 @@ class Links:
         ups: The same for gradients.
         through_host: Whether ``data``, ``downs`` and ``ups`` reach host memory only.
         control: The control channel.
+        across: The control channel over the replicas of this stage; its "stages" are the replicas.
     """
 
     stage: int
@@ -37,6 +44,17 @@ class Links:
     ups: tuple[dist.ProcessGroup, ...]
     through_host: bool
     control: Control
+    across: Control
+
+    @property
+    def replicas(self) -> int:
+        """D."""
+        return len(self.across.ranks)
+
+    @property
+    def replica(self) -> int:
+        """This rank's pipeline."""
+        return self.across.stage
 
     @property
     def stages(self) -> int:
@@ -53,12 +71,33 @@ class Links:
         """Whether this rank runs the last layers."""
         return self.stage == self.stages - 1
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All of them, once each."""
+        pipeline = self.host, self.data, *self.downs, *self.ups
+        return list(dict.fromkeys((*pipeline, self.across.host, self.across.data)))
+
+    def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
+        """Let rank 0 decide, and all ranks know. Collective over all pipelines.
+
+        See :meth:`lightning_gpipe.control.Control.decide`.
+        """
+        return self.control.decide(kind, partial(self.across.decide, kind, decision))
+
     def close(self) -> None:
-        """Destroy the groups, once every stage is through with them. Collective."""
+        """Destroy the groups, once every rank is through with them. Collective."""
         self.control.flush()
+        self.across.flush()
         dist.barrier(self.host)
-        for group in dict.fromkeys((self.host, self.data, *self.downs, *self.ups)):
+        dist.barrier(self.across.host)
+        for group in self.groups:
             dist.destroy_process_group(group)
+
+    def abort(self) -> None:
+        """End what any thread waits for in these groups, where the backend can; gloo can't."""
+        for group in self.groups:
+            with suppress(Exception):  # the run has failed already, for another reason
+                group.abort()
 
     def channel(self, neighbour: int, lanes: tuple[dist.ProcessGroup, ...]) -> Channel | None:
         """The channel to a neighbouring stage over ``downs`` or ``ups``, if there is one."""

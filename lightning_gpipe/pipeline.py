@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_gpipe.backbone import find_backbone
+from lightning_gpipe.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.cost import (
     UntraceableLayer,
     flop_costs,
@@ -22,6 +22,7 @@ from lightning_gpipe.cost import (
 from lightning_gpipe.engine import Engine
 from lightning_gpipe.links import Links
 from lightning_gpipe.partition import Partition, cut
+from lightning_gpipe.replicas import ReplicaOptions, Replicas, share_over_replicas
 from lightning_gpipe.replicated import Replicated
 from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.settings import Settings
@@ -48,6 +49,7 @@ class Pipeline:
         settings: What the user chose.
         chunks: M.
         links: The process groups.
+        replica_options: How replicas communicate.
         devices: The name of every stage's device, for the table.
         optimizers: Returns the optimizers.
         inform: Prints a text on rank 0.
@@ -63,6 +65,7 @@ class Pipeline:
         settings: Settings,
         chunks: int,
         links: Links,
+        replica_options: ReplicaOptions,
         devices: Sequence[str],
         optimizers: Callable[[], Sequence[Optimizer]],
         inform: Callable[[str], object],
@@ -73,12 +76,13 @@ class Pipeline:
         self._settings = settings
         self._chunks = chunks
         self._links = links
-        self._control = links.control
+        self._replica_options = replica_options
         self._devices = devices
         self._optimizers = optimizers
         self._inform, self._warn = inform, warn
         self._skeleton: Skeleton | None = None
         self._engine: Engine | None = None
+        self._replicas: Replicas | None = None
         self._replicated: Replicated | None = None
         self._step: tuple[int, ...] = (0,)
         self._redirected: list[nn.Module] = []
@@ -91,6 +95,7 @@ class Pipeline:
             )
         self._name = find_backbone(module, settings.backbone, self._known_flops())
         self._backbone = module.get_submodule(self._name)
+        refuse_compiled(self._backbone, self._name)
         self._layers = layers_of(self._backbone)
         if len(self._layers) < links.stages:
             raise ValueError(
@@ -100,7 +105,7 @@ class Pipeline:
             )
         if settings.sizes is not None:
             _check_sizes(settings.sizes, len(self._layers), links.stages, self._name)
-        self._seed = self._control.decide("seed", torch.initial_seed)
+        self._seed = links.decide("seed", torch.initial_seed)
         self._redirect(self._backbone, self._forward)
         for layer in self._layers:
             self._redirect(layer, _not_alone)
@@ -109,7 +114,16 @@ class Pipeline:
 
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
-        share_outside(self._module, self._backbone, self._control, self._links.device)
+        share_outside(self._module, self._backbone, self._links)
+        links = self._links
+        whole = links.decide(
+            "state", lambda: not any(p.is_meta for p in self._backbone.parameters())
+        )
+        if not whole:
+            raise RuntimeError(
+                "Rank 0 holds a part of the model only, because an earlier run was interrupted:"
+                " build the module anew, and give the Trainer a checkpoint to go on from."
+            )
         self._empty = materialize(self._backbone)
         if self._settings.balance == "params" or self._settings.sizes is not None:
             self._cut(None)
@@ -126,8 +140,8 @@ class Pipeline:
         """Give the module back.
 
         Args:
-            restore: Whether to bring all weights and optimizer state to the first stage's host
-                memory. Collective then.
+            restore: Whether to bring all weights and optimizer state to rank 0's host memory, and
+                all others what they hold to theirs. Collective then.
         """
         for module in self._redirected:
             module.__dict__.pop("forward", None)
@@ -135,6 +149,8 @@ class Pipeline:
             if restore:
                 self._engine.flush()
             self._engine.close()
+        if self._replicas is not None:
+            self._replicas.close()
         if self._skeleton is None:
             outside_to(self._module, self._backbone, torch.device("cpu"))
             for slot in self._empty:
@@ -145,12 +161,12 @@ class Pipeline:
             self._redirect(self._backbone, _on_rank_0)
 
     def _restore(self, skeleton: Skeleton) -> None:
-        """Bring all weights and optimizer state to the first stage's host memory. Collective."""
-        states = [skeleton.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
+        """Bring all weights and optimizer state to rank 0's host memory. Collective."""
+        states = [self.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
         outside_to(self._module, self._backbone, torch.device("cpu"))
-        skeleton.restore()
+        skeleton.restore(gather=self._links.replica == 0)
         for optimizer, state in zip(self._optimizers(), states, strict=True):
-            if self._links.is_first:
+            if self._links.is_first and self._links.replica == 0:
                 optimizer.load_state_dict(state)
             _state_to(optimizer, torch.device("cpu"))
 
@@ -169,19 +185,29 @@ class Pipeline:
         Args:
             loss: The user's loss.
             retain: Whether the graph is needed once more.
-            synchronize: Whether gradients outside the backbone are summed afterwards.
+            synchronize: Whether gradients become equal on all ranks that hold a parameter; else
+                they accumulate until a backward for which they do.
 
         Yields:
             The loss to differentiate on this stage.
         """
-        if self._engine is None or self._replicated is None:
+        if self._engine is None or self._replicated is None or self._replicas is None:
             # the backbone was not called yet: all stages compute the same
+            if self._links.replicas > 1:
+                raise RuntimeError(
+                    "The first backward came before the first call of the backbone, when the"
+                    " module isn't cut yet. Give GPipeStrategy(balance='params'), or a list of"
+                    " layers per stage, to have it cut before the first step."
+                )
             yield loss
             return
         self._replicated.before_backward()
-        yield self._engine.steer(loss, retain)
+        self._replicas.before_backward()
+        expect_last = self._replicas.expect_last if synchronize else None
+        yield self._engine.steer(loss, retain, expect_last)
         self._engine.finish_backward()
         if synchronize:
+            self._replicas.finish()
             self._replicated.synchronize()
 
     def _forward(self, input: Any) -> Any:  # named as nn.Sequential's
@@ -198,14 +224,14 @@ class Pipeline:
         return self._skeleton.owner(parameter) if self._skeleton is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.Skeleton.state_dict`."""
-        return (
-            self._skeleton.state_dict() if self._skeleton is not None else self._module.state_dict()
-        )
+        """See :meth:`lightning_gpipe.state.Skeleton.state_dict`; only replica 0's is whole."""
+        if self._skeleton is None or self._links.replica:
+            return self._module.state_dict()
+        return self._skeleton.state_dict()
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`."""
-        if self._skeleton is None:
+        if self._skeleton is None or self._links.replica:
             return optimizer.state_dict()
         return self._skeleton.optimizer_state_dict(optimizer)
 
@@ -231,7 +257,7 @@ class Pipeline:
             settings, links = self._settings, self._links
             for layer in self._layers:
                 layer.__dict__.pop("forward", None)
-            partition = self._control.decide("partition", lambda: self._decide(value))
+            partition = links.decide("partition", lambda: self._decide(value))
             self.partition = partition
             outside = outside_share(self._module, self._backbone)
             table = partition_table(
@@ -242,6 +268,7 @@ class Pipeline:
                 self._chunks,
                 settings.checkpoint,
                 outside,
+                links.replicas,
             )
             self._inform(f"\n{table}")  # a progress bar may stand on the line
             self._warn_of_time_first()
@@ -251,8 +278,9 @@ class Pipeline:
                     " Every stage holds and computes them: move what you can into the backbone, or"
                     " name another one with GPipeStrategy(backbone=...)."
                 )
-            skeleton = Skeleton(self._module, self._name, partition, self._control, links.device)
+            skeleton = Skeleton(self._module, self._name, partition, links.control, links.device)
             skeleton.cut()
+            share_over_replicas([*skeleton.own, *skeleton.shared], links)
             self._skeleton = skeleton
             self.adopt_optimizers()
             own = partition.stages[links.stage]
@@ -265,7 +293,11 @@ class Pipeline:
             )
             self._engine = Engine(stage, links, self._chunks, settings.checkpoint, self._seed)
             self._engine.begin_step(*self._step)
-            self._replicated = Replicated(skeleton.replicated, links)
+            options = self._replica_options
+            self._replicas = Replicas(skeleton.own, links, options)
+            self._replicated = Replicated(
+                skeleton.replicated, skeleton.own, links, options.broadcast_buffers
+            )
 
     def _warn_of_time_first(self) -> None:
         for name, module in self._backbone.named_modules():

@@ -1,4 +1,4 @@
-"""Gradient clipping over all stages."""
+"""Gradient clipping and loss scaling over all stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from lightning_gpipe.links import Links
 Owner = Callable[[Tensor], int | None]
 
 
-class PipelineClipping:
-    """Makes a precision plugin clip by the norm of the whole model's gradients.
+class PipelinePrecision:
+    """Makes a precision plugin see the gradients of all stages.
+
+    It clips by the norm of the whole model's gradients, and a gradient scaler skips a step on every
+    stage if one of them found an infinite or missing number.
 
     Args:
         plugin: The Trainer's precision plugin; its class stays what it is.
@@ -30,11 +33,17 @@ class PipelineClipping:
         self._plugin = plugin
         plugin.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, owner, links)
         plugin.__dict__["clip_grad_by_value"] = partial(_clip_by_value, plugin)
+        self._scaler = getattr(plugin, "scaler", None)
+        if self._scaler is not None:
+            unscale = self._scaler._unscale_grads_
+            self._scaler.__dict__["_unscale_grads_"] = partial(_unscale, unscale, links)
 
     def remove(self) -> None:
         """Give the plugin its own methods back."""
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self._plugin.__dict__.pop(name, None)
+        if self._scaler is not None:
+            self._scaler.__dict__.pop("_unscale_grads_", None)
 
 
 def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> Tensor:
@@ -84,3 +93,22 @@ def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> 
     for parameter in plugin.main_params(optimizer):
         if parameter.grad is not None:
             parameter.grad.clamp_(-clip_val, clip_val)
+
+
+def _unscale(
+    unscale: Callable[..., dict[torch.device, Tensor]],
+    links: Links,
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    """Unscale this stage's gradients, and agree on whether any stage's are not finite. Collective.
+
+    A stage without gradients has no say, but steps and scales as the others do.
+    """
+    found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+    anywhere = torch.stack([flag.cpu() for flag in (*found.values(), torch.zeros(()))]).max()
+    if links.stages > 1:
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, links.host)
+    return {links.device: anywhere.to(links.device)}

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe import _lightning
 from lightning_gpipe.control import Control
+from lightning_gpipe.failure import Failure, Watchdog
 from lightning_gpipe.links import Links
-from lightning_gpipe.settings import Settings
+from lightning_gpipe.settings import Settings, check_choice
 
 _T = TypeVar("_T")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class PipelineProcesses(ParallelStrategy):
-    """One process per stage, launched by Lightning, connected by process groups.
+    """One process per stage and replica, launched by Lightning, connected by process groups.
 
     Args:
         settings: What the user chose.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
+        start_method: How processes start.
         options: Passed to ``ParallelStrategy``.
     """
 
@@ -35,14 +40,18 @@ class PipelineProcesses(ParallelStrategy):
         settings: Settings,
         process_group_backend: str | None,
         timeout: timedelta,
+        start_method: StartMethod,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        check_choice("start_method", start_method, get_args(StartMethod))
         self.num_nodes = 1
         self._settings = settings
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._start_method = start_method
         self._links: Links | None = None
+        self._watchdog: Watchdog | None = None
 
     @property
     @override
@@ -59,7 +68,7 @@ class PipelineProcesses(ParallelStrategy):
     @property
     def stages(self) -> int:
         """K, the number of stages."""
-        return self.world_size if self._settings.stages == "auto" else self._settings.stages
+        return self.num_processes if self._settings.stages == "auto" else self._settings.stages
 
     @property
     def chunks(self) -> int:
@@ -92,17 +101,21 @@ class PipelineProcesses(ParallelStrategy):
     def _configure_launcher(self) -> None:
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
-        if not self.cluster_environment.creates_processes_externally:
+        if self._start_method == "popen":
             self._launcher = _lightning.ScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = _lightning.MultiProcessingLauncher(
+                self, start_method=self._start_method
             )
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._check_world()
         _lightning.reset_seed()
         self.set_world_ranks()
+        self._check_world()
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
         device = self.root_device
@@ -113,8 +126,45 @@ class PipelineProcesses(ParallelStrategy):
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
         )
+        if self._watchdog is None and self.world_size > 1:
+            host = self.cluster_environment.main_address
+            place = self.global_rank, self.stages, self.world_size
+            self._watchdog = Watchdog(*place, host, self.broadcast, self._abort)
         if self._links is None:
             self._links = self._connect(backend, device)
+
+    def disconnect(self) -> None:
+        """Leave the groups: with the others at the end of a run, at once after an error."""
+        if self._links is not None and not self.is_interrupted:
+            self._links.close()
+        self._links = None
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
+    def report(self, error: BaseException) -> Failure | None:
+        """Tell all ranks that the run has failed.
+
+        Returns:
+            The first failure of the run; None if nobody can tell.
+        """
+        if self._watchdog is None:
+            return None
+        return self._watchdog.failure or self._watchdog.report(error)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run has failed, so that nobody can be waited for."""
+        module = self.lightning_module
+        return (
+            module is not None
+            and module._trainer is not None
+            and module.trainer.state.status == TrainerStatus.INTERRUPTED
+        )
+
+    def _abort(self) -> None:
+        if self._links is not None:
+            self._links.abort()
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's place."""
@@ -130,43 +180,49 @@ class PipelineProcesses(ParallelStrategy):
         if world % stages:
             raise ValueError(
                 f"{world} processes can't be divided into pipelines of stages={stages}: choose"
-                " devices x num_nodes as a multiple of stages, or stages='auto' for one pipeline of"
-                f" {world} stages."
-            )
-        if world > stages:
-            raise ValueError(
-                f"{world} processes make {world // stages} replicas of {stages} stages, and this"
-                f" version trains one replica: use devices={stages}, or stages='auto'."
+                " devices x num_nodes as a multiple of stages, or stages='auto' for one pipeline"
+                " per node."
             )
 
     def _connect(self, backend: str, device: torch.device) -> Links:
-        """Make the groups of this process's pipeline. Collective over the world."""
-        links: Links | None = None
-        for first in range(0, self.world_size, self.stages):
-            ranks = list(range(first, first + self.stages))
-            through_host = backend == "gloo"
-            lanes = 1 if through_host else 2
-            kinds = ["gloo", *[backend] * (1 + 2 * lanes)]
-            host, data, *others = (
-                cast(dist.ProcessGroup, dist.new_group(ranks, timeout=self._timeout, backend=kind))
-                for kind in kinds
-            )
-            if self.global_rank in ranks:
-                downs, ups = tuple(others[:lanes]), tuple(others[lanes:])
-                place = self.stage, tuple(ranks)
-                control = Control(*place, host, host if through_host else data, device)
-                links = Links(*place, device, host, data, downs, ups, through_host, control)
-        if links is None:
-            raise RuntimeError(
-                f"Rank {self.global_rank} has no place in {self.world_size} processes."
-            )
-        return links
+        """Make this process's groups. Collective over the world."""
+        world, stages = range(self.world_size), self.stages
+        through_host = backend == "gloo"
+        lanes = 1 if through_host else 2
+        kinds = ["gloo", *[backend] * (1 + 2 * lanes)]
+        pipelines = [[*world[first : first + stages]] for first in world[::stages]]
+        host, data, *others = self._groups(pipelines, kinds)
+        place = self.stage, tuple(pipelines[self.global_rank // stages])
+        control = Control(*place, host, host if through_host else data, device)
+        siblings = [[*world[stage::stages]] for stage in range(stages)]
+        across_host = across_data = host  # nothing to say with one replica
+        if self.replicas > 1:
+            across_host, across_data = self._groups(siblings, ["gloo", backend])
+        across = Control(
+            self.global_rank // stages,
+            tuple(siblings[self.stage]),
+            across_host,
+            across_host if through_host else across_data,
+            device,
+        )
+        downs, ups = tuple(others[:lanes]), tuple(others[lanes:])
+        return Links(*place, device, host, data, downs, ups, through_host, control, across)
+
+    def _groups(self, partition: list[list[int]], kinds: Iterable[str]) -> list[dist.ProcessGroup]:
+        """Make a group of each kind for each set of ranks, and return this rank's."""
+        made = [
+            (ranks, cast(dist.ProcessGroup, dist.new_group(ranks, self._timeout, kind)))
+            for kind in kinds
+            for ranks in partition
+        ]
+        return [group for ranks, group in made if self.global_rank in ranks]
 
     # ------------------------------------------------------------------ collectives
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _lightning.distributed_is_initialized():
+        """Wait for all processes, unless the run has failed."""
+        if not _lightning.distributed_is_initialized() or self.is_interrupted:
             return
         if dist.get_backend() == "nccl":
             dist.barrier(device_ids=[self.root_device.index])
@@ -175,7 +231,8 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        if not _lightning.distributed_is_initialized():
+        """Give all processes an object of one, unless the run has failed."""
+        if not _lightning.distributed_is_initialized() or self.is_interrupted:
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src)
@@ -183,20 +240,43 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce a value over replicas: with one, every stage has the whole value already."""
-        return tensor
+        """Reduce a value over the replicas; the stages of one have the same.
+
+        Args:
+            tensor: The value.
+            group: Another group of processes.
+            reduce_op: ``"mean"``, ``"sum"``, or a ``ReduceOp``.
+        """
+        if not isinstance(tensor, Tensor) or self._is_alone(group):
+            return tensor
+        return _lightning.reduce(tensor, self._over_replicas(group), reduce_op)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather a value from all replicas: with one replica every stage has it already."""
-        return tensor
+        """Gather a value from the replicas; the stages of one have the same.
+
+        Returns:
+            ``[replicas, …]``, or the tensor itself if there is one replica.
+        """
+        if self._is_alone(group):
+            return tensor
+        return _lightning.all_gather(tensor, self._over_replicas(group), sync_grads)
+
+    def _is_alone(self, group: Any) -> bool:
+        return self.replicas == 1 and group in (None, dist.group.WORLD)
+
+    def _over_replicas(self, group: Any) -> Any:
+        """What Lightning means by all processes: here, the replicas."""
+        if group not in (None, dist.group.WORLD):
+            return group
+        return self._links.across.data if self._links is not None else None
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree on a decision over all processes."""
-        if not _lightning.distributed_is_initialized():
+        """Agree on a decision over all processes, unless the run has failed."""
+        if not _lightning.distributed_is_initialized() or self.is_interrupted:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)

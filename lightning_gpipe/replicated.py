@@ -1,8 +1,9 @@
-"""What every stage of a pipeline holds: the modules outside the backbone, and what stages share.
+"""What every stage holds: the modules outside the backbone, and what stages share.
 
 Each stage computes a part of the gradients of these parameters: the last one through the code
 behind the backbone, the first one through the code before it, a stage that shares a weight through
-its layers. The sum is the gradient.
+its layers. The sum is the gradient, and its average over the replicas. So are buffers kept equal:
+over stages and replicas everybody takes over the first one's.
 """
 
 from __future__ import annotations
@@ -14,24 +15,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpipe.links import Links
+from lightning_gpipe.replicas import average_over_replicas
 from lightning_gpipe.state import Slot
 
 
 class Replicated:
-    """Keeps replicated parameters and buffers equal on all stages.
+    """Keeps replicated parameters and buffers equal on all stages and replicas.
 
     Args:
         slots: The replicated parameters and buffers, in the same order on every stage.
+        own: The parameters and buffers that this stage alone holds.
         links: The process groups.
+        broadcast_buffers: Whether replicas take over the first one's buffers.
     """
 
-    def __init__(self, slots: Sequence[Slot], links: Links) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], own: Sequence[Slot], links: Links, broadcast_buffers: bool
+    ) -> None:
         tensors = [slot.tensor for slot in slots if slot.is_parameter]
         self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         buffers = [slot for slot in slots if not slot.is_parameter]
         self._outside = [slot for slot in buffers if slot.is_outside]
         self._shared = [slot for slot in buffers if not slot.is_outside]
         self._versions = [slot.tensor._version for slot in self._shared]
+        self._own = [slot for slot in own if not slot.is_parameter] if broadcast_buffers else []
+        self._over_replicas = broadcast_buffers and links.replicas > 1
         self._links = links
         self._summed: dict[nn.Parameter, Tensor] = {}
         self._aside: dict[nn.Parameter, Tensor] = {}
@@ -46,15 +54,32 @@ class Replicated:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Sum gradients over the stages, and give all the first stage's buffers. Collective.
+        """Sum gradients over stages, average them over replicas, share buffers. Collective.
 
         A gradient that is missing on some stages counts as zeros there; on all, it stays missing.
         """
-        if self._links.stages == 1 or not (self._parameters or self._outside or self._shared):
+        links = self._links
+        if links.stages == links.replicas == 1:
             return
+        if self._parameters or self._shared:
+            self._synchronize_gradients()
+        slots = [*self._outside, *(self._own if self._over_replicas else [])]
+        buffers = [slot.tensor for slot in slots]
+        outside = {id(slot.tensor) for slot in self._outside}
+        for dtype in dict.fromkeys(b.dtype for b in buffers if b.is_floating_point()):
+            same = [b for b in buffers if b.dtype == dtype]
+            if links.stages > 1:
+                self._broadcast([b for b in same if id(b) in outside], links.data, links.ranks[0])
+            if self._over_replicas:
+                self._broadcast(same, links.across.data, links.across.ranks[0])
+
+    def _synchronize_gradients(self) -> None:
+        links = self._links
         news = torch.tensor([*(p.grad is not None for p in self._parameters), *self._moved()])
         news = news.to(torch.uint8)
-        dist.all_reduce(news, dist.ReduceOp.MAX, self._links.host)
+        dist.all_reduce(news, dist.ReduceOp.MAX, links.host)
+        if links.replicas > 1:
+            dist.all_reduce(news, dist.ReduceOp.MAX, links.across.host)
         anywhere = news.bool().tolist()
         moved = anywhere[len(self._parameters) :]
         if any(moved):
@@ -67,10 +92,6 @@ class Replicated:
         wanted = [p for p, has in zip(self._parameters, anywhere, strict=False) if has]
         for dtype in dict.fromkeys(p.dtype for p in wanted):
             self._sum([p for p in wanted if p.dtype == dtype])
-        buffers = [slot.tensor for slot in self._outside]
-        buffers = [b for b in buffers if b.is_floating_point()]
-        for dtype in dict.fromkeys(b.dtype for b in buffers):
-            self._broadcast([b for b in buffers if b.dtype == dtype])
         for parameter, gradient in self._aside.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._aside = {}
@@ -93,13 +114,16 @@ class Replicated:
                 )
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = self._to_wire(gradients)
-        dist.all_reduce(flat, dist.ReduceOp.SUM, self._links.data)
+        if self._links.stages > 1:
+            dist.all_reduce(flat, dist.ReduceOp.SUM, self._links.data)
+        average_over_replicas(flat, self._links)
         self._from_wire(flat, gradients)
 
-    def _broadcast(self, buffers: list[Tensor]) -> None:
-        flat = self._to_wire(buffers)
-        dist.broadcast(flat, self._links.ranks[0], self._links.data)
-        self._from_wire(flat, buffers)
+    def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
+        if buffers:
+            flat = self._to_wire(buffers)
+            dist.broadcast(flat, source, group)
+            self._from_wire(flat, buffers)
 
     def _to_wire(self, tensors: list[Tensor]) -> Tensor:
         flat = torch.cat([t.reshape(-1) for t in tensors])

@@ -22,6 +22,7 @@ def partition_table(
     chunks: int,
     checkpoint: Checkpoint,
     outside: float,
+    replicas: int,
 ) -> str:
     """The partition as a table, one row a stage, and what to expect of it.
 
@@ -33,6 +34,7 @@ def partition_table(
         chunks: M.
         checkpoint: Which micro-batches are re-materialized.
         outside: Share of the module's parameters outside the backbone, 0 to 1.
+        replicas: D.
     """
     header = ("Stage", "Device", "Layers", "Parameters", f"Share of {partition.unit}")
     rows = []
@@ -54,7 +56,8 @@ def partition_table(
     stages = len(partition.sizes)
     return "\n".join(
         [
-            f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)},"
+            f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)}"
+            f"{f' x {replicas} replicas' * (replicas > 1)},"
             f" {chunks} micro-batches, checkpoint={checkpoint}",
             lines[0],
             rule,

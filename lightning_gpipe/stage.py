@@ -186,7 +186,11 @@ class Stage:
             record.roots = _roots(self._run(m, inputs, setting))
 
     def backward(
-        self, record: MicroBatch, gradients: Sequence[Tensor | None], retain: bool
+        self,
+        record: MicroBatch,
+        gradients: Sequence[Tensor | None],
+        retain: bool,
+        also: Tensor | None = None,
     ) -> list[Tensor | None]:
         """Run a micro-batch backward, adding to the parameters' gradients.
 
@@ -195,6 +199,7 @@ class Stage:
             gradients: The gradient of each output leaf that wants one; None where the loss doesn't
                 reach it.
             retain: Whether the graph is needed once more.
+            also: A scalar to run the same backward from.
 
         Returns:
             The gradient of each input leaf that wants one, with the strides that autograd gave it.
@@ -206,6 +211,8 @@ class Stage:
             for root, gradient in zip(roots, gradients, strict=True)
             if gradient is not None
         ]
+        if also is not None:
+            pairs.append((get_gradient_edge(also), torch.ones_like(also)))
         if not retain or record.stored is not None:
             record.roots = None
         if pairs:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_gpipe.control import Control
+from lightning_gpipe.links import Links
 from lightning_gpipe.partition import Partition
 
 
@@ -113,6 +114,16 @@ class Skeleton:
         """What every stage holds."""
         return [slot for slot in self.slots if slot.owner is None]
 
+    @property
+    def shared(self) -> list[Slot]:
+        """What every stage holds because layers of several stages use it."""
+        return [slot for slot in self.replicated if not slot.is_outside]
+
+    @property
+    def own(self) -> list[Slot]:
+        """What this stage alone holds."""
+        return [slot for slot in self.slots if slot.owner == self._control.stage]
+
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
         return self._owners.get(id(parameter))
@@ -135,16 +146,17 @@ class Skeleton:
                 if not slot.is_outside:
                     slot.to(self._device)
 
-    def restore(self) -> None:
-        """Bring what this rank holds to host memory, and the whole module to the first stage's.
+    def restore(self, gather: bool) -> None:
+        """Bring what this rank holds to host memory.
 
-        Collective.
+        Args:
+            gather: Whether the first stage gets the whole module. Collective then.
         """
         with torch.no_grad():
             for slot in self.slots:
                 slot.to(torch.device("cpu"))
             for slot in self.slots:
-                if slot.owner:
+                if gather and slot.owner:
                     value = self._to_first(slot.owner, slot.tensor)
                     if self._control.stage == 0:
                         slot.replace(value)
@@ -205,9 +217,9 @@ class Skeleton:
 
         Unseeded processes start from others.
         """
-        shared = [slot for slot in self.replicated if not slot.is_outside]
-        values = self._control.broadcast("state", [slot.tensor.data for slot in shared], source=0)
-        for slot, value in zip(shared, values, strict=True):
+        shared = [slot.tensor.data for slot in self.shared]
+        values = self._control.broadcast("state", shared, source=0)
+        for slot, value in zip(self.shared, values, strict=True):
             self._set(slot, value)
         for slot in self.slots:
             if slot.owner and self._control.stage == 0:
@@ -249,23 +261,18 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
-def share_outside(
-    module: nn.Module, backbone: nn.Module, control: Control, device: torch.device
-) -> None:
-    """Move what is outside the backbone to the device, with the first stage's values.
-
-    Collective over the pipeline.
+def share_outside(module: nn.Module, backbone: nn.Module, links: Links) -> None:
+    """Move what is outside the backbone to the device, with rank 0's values. Collective.
 
     Args:
         module: The user's module.
         backbone: The part of it that is cut.
-        control: The pipeline's control channel.
-        device: This stage's device.
+        links: The process groups.
     """
-    outside_to(module, backbone, device)
+    outside_to(module, backbone, links.device)
     with torch.no_grad():
         tensors = list(_outside_tensors(module, backbone).values())
-        values = control.broadcast("state", [tensor.data for tensor in tensors], source=0)
+        values = links.decide("state", lambda: [tensor.data for tensor in tensors])
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 

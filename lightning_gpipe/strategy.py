@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from functools import partial
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gpipe import checkpoint as files
+from lightning_gpipe import refusals
 from lightning_gpipe.control import RemoteError
 from lightning_gpipe.cost import Balance
 from lightning_gpipe.data import PipelineLoader
 from lightning_gpipe.pipeline import Pipeline
-from lightning_gpipe.precision import PipelineClipping
-from lightning_gpipe.processes import PipelineProcesses
+from lightning_gpipe.precision import PipelinePrecision
+from lightning_gpipe.processes import PipelineProcesses, StartMethod
+from lightning_gpipe.replicas import ReplicaOptions
 from lightning_gpipe.schedule import Checkpoint
-from lightning_gpipe.settings import Settings, check_choice
-
-_T = TypeVar("_T")
-StartMethod = Literal["popen"]
-
+from lightning_gpipe.settings import Settings
+from lightning_gpipe.signals import EndOnSigterm
+from lightning_gpipe.state import materialize
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-WHOLE_MODEL_CALLBACKS = (
-    BaseFinetuning,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 
 
 class GPipeStrategy(PipelineProcesses):
@@ -57,10 +50,13 @@ class GPipeStrategy(PipelineProcesses):
     backbone's output comes back on every stage, so the code around it, logging and callbacks run as
     on one device. The weights don't depend on K. (GPipe, Huang et al. 2019.)
 
+    With more processes than stages there are D = processes / K replicas of the pipeline, which read
+    different data and average their gradients, as with DDPStrategy.
+
     Args:
         chunks: M, the number of micro-batches of a mini-batch. ``"auto"``: 4 x stages, which keeps
             the bubble small.
-        stages: K, the number of stages. ``"auto"``: all processes.
+        stages: K, the number of stages. ``"auto"``: the processes of one node.
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of the forward, counted
             without computing them), by ``"params"``, by an explicit list of layers per stage, or by
@@ -71,7 +67,17 @@ class GPipeStrategy(PipelineProcesses):
             on one device, instead of once per micro-batch.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
-        start_method: How processes start. ``"popen"``: the script runs once per process.
+        start_method: How processes start. ``"popen"``: the script runs once per process;
+            ``"spawn"``, ``"fork"`` (for notebooks) and ``"forkserver"`` as in ``multiprocessing``.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged over replicas, as
+            for ``DistributedDataParallel``, and so the next two.
+        gradient_as_bucket_view: Whether gradients live in the buckets.
+        broadcast_buffers: Whether all replicas take over the first one's floating-point buffers,
+            such as batch-norm statistics, after every step.
+        ddp_comm_hook: Communicates the gradients of the backbone over the replicas, and so the next
+            two, as for ``DDPStrategy``.
+        ddp_comm_state: The hook's state; ``None``: the process group of the replicas.
+        ddp_comm_wrapper: Wraps the hook.
         accelerator: As for every Lightning strategy; the Trainer sets it, and the four below.
         parallel_devices: The devices of this node.
         cluster_environment: Ranks and addresses.
@@ -96,30 +102,58 @@ class GPipeStrategy(PipelineProcesses):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool = True,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_choice("start_method", start_method, get_args(StartMethod))
         super().__init__(
             Settings(chunks, stages, backbone, balance, checkpoint, deferred_batch_norm),
             process_group_backend,
             timeout,
+            start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._replica_options = ReplicaOptions(
+            bucket_cap_mb,
+            gradient_as_bucket_view,
+            broadcast_buffers,
+            ddp_comm_hook,
+            ddp_comm_state,
+            ddp_comm_wrapper,
+        )
         self._pipeline: Pipeline | None = None
-        self._clipping: PipelineClipping | None = None
-        self._metrics: dict[Metric, Callable[[], bool]] = {}
+        self._precision: PipelinePrecision | None = None
+        self._metrics: dict[Metric, tuple[Callable[[], bool], Any]] = {}
         self._evaluations = 0
         self._accumulating = False
+        self._on_sigterm: EndOnSigterm | None = None
+
+    def __repr__(self) -> str:
+        chosen = (
+            f"GPipeStrategy(chunks={self._settings.chunks!r}, stages={self._settings.stages!r})"
+        )
+        if "pytorch_lightning" not in sys.modules:
+            return chosen
+        return f"{chosen}, which is for lightning.Trainer, not for pytorch_lightning.Trainer"
 
     # ------------------------------------------------------------------ the module
+
+    @override
+    def setup_environment(self) -> None:
+        self._checkpoint_io = files.with_whole_files(self._checkpoint_io)
+        super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -128,7 +162,10 @@ class GPipeStrategy(PipelineProcesses):
                 "The strategy was set up before its processes: use it through a Trainer."
             )
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
+        self._on_sigterm = EndOnSigterm(self.launcher.kill if self.launcher else lambda _: None)
+        callbacks: list[Any] = vars(trainer)["callbacks"]  # Lightning doesn't declare it
+        refusals.refuse_module(self.lightning_module, self._layer_sync)
+        refusals.refuse_callbacks(callbacks)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(
@@ -136,6 +173,7 @@ class GPipeStrategy(PipelineProcesses):
             self._settings,
             self.chunks,
             self._links,
+            self._replica_options,
             devices=[str(self._device_of(rank)) for rank in self._links.ranks],
             optimizers=lambda: self.optimizers,
             inform=rank_zero_info,
@@ -145,15 +183,20 @@ class GPipeStrategy(PipelineProcesses):
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            self._refuse_optimizers()
+            refusals.refuse_optimizers(self.optimizers)
             self._pipeline.adopt_optimizers()
         self.setup_precision_plugin()
-        self._clipping = PipelineClipping(self.precision_plugin, self._pipeline.owner, self._links)
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # for the same reason
+        self._precision = PipelinePrecision(
+            self.precision_plugin, self._pipeline.owner, self._links
+        )
+        if self.replicas == 1:  # nothing to sync: every stage sees the same values
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         for module in self.lightning_module.modules():
-            if isinstance(module, Metric):  # every stage sees the same values
-                self._metrics[module] = module.distributed_available_fn
-                module.distributed_available_fn = _not_distributed
+            if isinstance(module, Metric):
+                self._metrics[module] = module.distributed_available_fn, module.process_group
+                module.process_group = self._links.across.data
+                if self.replicas == 1:
+                    module.distributed_available_fn = _not_distributed
 
     @override
     def model_to_device(self) -> None:
@@ -164,78 +207,55 @@ class GPipeStrategy(PipelineProcesses):
         devices = self.parallel_devices or []
         return devices[rank % len(devices)]
 
-    def _refuse(self, trainer: pl.Trainer) -> None:
-        """Refuse what this version can't do, rather than do it wrong."""
-        modules = self.lightning_module.modules() if self.lightning_module is not None else ()
-        synced = any(isinstance(module, nn.SyncBatchNorm) for module in modules)
-        if self._layer_sync is not None or synced:
-            raise ValueError(
-                "sync_batchnorm=True (or SyncBatchNorm) has no meaning with one pipeline:"
-                " micro-batches are normalised by themselves, and deferred_batch_norm=True keeps"
-                " the running statistics of the whole mini-batch. Leave it out."
-            )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' scales the loss, which this version can't do over several"
-                " stages: use 'bf16-mixed'."
-            )
-        callbacks: list[Any] = vars(trainer)["callbacks"]  # Lightning doesn't declare it
-        for callback in callbacks:
-            if isinstance(callback, WHOLE_MODEL_CALLBACKS):
-                raise ValueError(
-                    f"{type(callback).__name__} works on the weights of the whole model, which are"
-                    " spread over the stages; this version can't do that: leave it out."
-                )
-
-    def _refuse_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise ValueError(
-                    "LBFGS needs all parameters of the model on one device, and GPipeStrategy"
-                    " spreads them over stages: use an optimizer that works parameter by parameter,"
-                    " such as SGD or AdamW."
-                )
-
     # ------------------------------------------------------------------ steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._active_pipeline().begin_step(0, self._trainer().fit_loop.epoch_loop.total_batch_idx)
-        with self._explain_meta():
+        with self._guarded():
             output = super().training_step(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.is_meta:
-            raise self._meta_error()
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if isinstance(loss, Tensor) and loss.is_meta:
+                raise self._meta_error()
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
-        with self._explain_meta():
+        with self._guarded():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
-        with self._explain_meta():
+        with self._guarded():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_evaluation()
-        with self._explain_meta():
+        with self._guarded():
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
-    def _explain_meta(self) -> Generator[None, None, None]:
-        """Say what PyTorch's error about a meta tensor means here."""
+    def _guarded(self) -> Generator[None, None, None]:
+        """Tell every rank of an error at once, and say where it began and what it means here."""
         try:
             yield
-        except RuntimeError as error:
-            known = isinstance(error, RemoteError) or error.__cause__ is not None
-            if known or "meta" not in str(error):
+        except Exception as error:
+            explained = self._explained(error)
+            if explained is error:
                 raise
-            raise self._meta_error() from error
+            raise explained from error
+
+    def _explained(self, error: Exception) -> Exception:
+        known = isinstance(error, RemoteError) or error.__cause__ is not None
+        if isinstance(error, RuntimeError) and not known and "meta" in str(error):
+            error = self._meta_error()
+        first = self.report(error)
+        if first is None or first.rank == self.global_rank or first.text in str(error):
+            return error
+        return RemoteError(str(first))
 
     def _meta_error(self) -> RuntimeError:
         results = self._trainer()._results
@@ -269,9 +289,12 @@ class GPipeStrategy(PipelineProcesses):
         pipeline, plugin = self._active_pipeline(), self.precision_plugin
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
-        with pipeline.backward(
-            closure_loss, bool(kwargs.get("retain_graph")), not self._accumulating
-        ) as loss:
+        with (
+            self._guarded(),
+            pipeline.backward(
+                closure_loss, bool(kwargs.get("retain_graph")), not self._accumulating
+            ) as loss,
+        ):
             plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -290,7 +313,10 @@ class GPipeStrategy(PipelineProcesses):
     @override
     def process_dataloader(self, dataloader: Any) -> object:
         """Let the first stage read the data for all."""
-        if self._links is None or self.stages == 1:
+        if self._links is None:
+            return dataloader
+        refusals.refuse_sampler(dataloader, self.replicas, self._links.replica)
+        if self.stages == 1:
             return dataloader
         return PipelineLoader(dataloader, self._links.control)
 
@@ -313,15 +339,38 @@ class GPipeStrategy(PipelineProcesses):
         return self._pipeline.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
     def _check_running(self) -> None:
-        if self._trainer().state.status == TrainerStatus.INTERRUPTED:
+        if self.is_interrupted:
             raise RuntimeError(
                 "No checkpoint can be saved after an exception: the other stages, which hold parts"
                 " of the model, may be gone. The last checkpoint is the one saved before."
             )
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint on rank 0, with a record of how it was trained."""
+        partition = self._pipeline.partition if self._pipeline is not None else None
+        checkpoint[files.RECORD] = files.record(self.chunks, self.stages, self.replicas, partition)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, on every rank."""
+        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
+        checkpoint = files.read(read, checkpoint_path)
+        difference = files.difference(checkpoint, self.chunks)
+        if difference is not None and self._trainer().state.fn == TrainerFn.FITTING:
+            rank_zero_warn(difference)
+        return checkpoint
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole module's weights; what this stage doesn't hold stays on meta."""
+        if self._pipeline is None and self.lightning_module is not None:
+            materialize(self.lightning_module)  # what an earlier run left
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
             super().load_model_state_dict(checkpoint, strict)
@@ -336,26 +385,34 @@ class GPipeStrategy(PipelineProcesses):
             optimizer.load_state_dict(self._pipeline.own_optimizer_state(optimizer, state))
         self._pipeline.adopt_optimizers()
 
+    # ------------------------------------------------------------------ the end
+
+    def _end_on_sigterm(self) -> None:
+        if self._on_sigterm is not None:
+            self._on_sigterm.install()
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _end_on_sigterm
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell every rank of an error, whatever it came from."""
+        self.report(exception)
+        if isinstance(exception, SIGTERMException):
+            exception.code = 128 + signal.SIGTERM
+        super().on_exception(exception)
+
     @override
     def teardown(self) -> None:
         """Give the user the whole module back on rank 0, in host memory, but after an error."""
         pipeline, self._pipeline = self._pipeline, None
-        if self._clipping is not None:
-            self._clipping.remove()
-            self._clipping = None
-        module = self.lightning_module
-        interrupted = (
-            module is None
-            or module._trainer is None
-            or module.trainer.state.status == TrainerStatus.INTERRUPTED
-        )
+        if self._precision is not None:
+            self._precision.remove()
+            self._precision = None
         if pipeline is not None:
-            pipeline.close(restore=not interrupted)
-        if self._links is not None and not interrupted:
-            self._links.close()
-        self._links = None
-        for metric, available in self._metrics.items():
-            metric.distributed_available_fn = available
+            pipeline.close(restore=not self.is_interrupted)
+        self.disconnect()
+        for metric, (available, group) in self._metrics.items():
+            metric.distributed_available_fn, metric.process_group = available, group
         self._metrics = {}
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

@@ -1,0 +1,333 @@
+"""One error ends all processes, and every one of them says which error it was.
+
+A thread of each process holds a connection to rank 0's, which decides. It hears of an error from
+the process that failed, and of a killed process by its connection, which the system closes with it.
+What arrives within half a second counts as one event: a lost connection of the pipeline is taken
+for the consequence of another error, if there is one. The first error goes to every process, which
+prints it, aborts its process groups, and ends if its main thread, blocked in who knows what, does
+not do so by itself. ::
+
+    rank 2: ValueError ──report──> rank 0 ──verdict──> ranks 1, 2, 3: print, abort, end
+    rank 3: killed     ──  end  ──>
+
+If rank 0 goes, the connections to it end, and that is the verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import DistBackendError
+
+from lightning_gpipe.control import RemoteError
+
+EVENT_S = 0.5  # an error and its consequences arrive within this time
+GRACE_S = 5.0  # for a main thread to hear of the error
+CLEANUP_S = 60.0  # for its callbacks and loggers to end then
+_TEXT = 4000  # characters of an error
+_PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|by peer", re.IGNORECASE)
+_DIED = "its process died, as when it is killed or the machine is out of memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ends.
+
+    Args:
+        rank: The process where it began.
+        stage: Its pipeline stage.
+        text: The error.
+        is_consequence: Whether it looks like the consequence of another process's error.
+    """
+
+    rank: int
+    stage: int
+    text: str
+    is_consequence: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, stage: int) -> Failure:
+        """The failure that an exception on this rank is."""
+        lost = isinstance(error, (RemoteError, DistBackendError)) or (
+            isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+        )
+        name = type(error).__name__
+        text = f"{name}: {error}" if str(error) else name
+        return cls(rank, stage, text[:_TEXT], lost)
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank} (stage {self.stage}) failed: {self.text}"
+
+
+class Watchdog:
+    """This process's thread.
+
+    Args:
+        rank: This process.
+        stages: K; ranks of a pipeline are adjacent.
+        world_size: The number of processes.
+        host: Where rank 0 can be reached.
+        broadcast: Gives all processes rank 0's value; called once, in the constructor.
+        abort: Called in the thread when the run has failed: ends what the main thread waits for, as
+            far as that is possible.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: int,
+        world_size: int,
+        host: str,
+        broadcast: Callable[[Any], Any],
+        abort: Callable[[], None],
+    ) -> None:
+        self.failure: Failure | None = None
+        self._rank, self._stages, self._world_size = rank, stages, world_size
+        self._abort = abort
+        self._candidates: list[Failure] = []
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._told: set[int] = set()
+        self._exit: asyncio.TimerHandle | None = None
+        server, address = None, None
+        if rank == 0:
+            family = socket.getaddrinfo(host, None)[0][0]
+            server = socket.create_server(("", 0), family=family, backlog=world_size)
+            address = host, server.getsockname()[1], secrets.token_hex(16)
+        self._host, self._port, self._token = broadcast(address)
+        self._loop = asyncio.new_event_loop()
+        self._connected = asyncio.Event()
+        self._closing, self._all_told = asyncio.Event(), asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete,
+            args=(self._watch(server),),
+            name="gpipe-watchdog",
+            daemon=True,
+        )
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the main thread's side
+
+    def report(self, error: BaseException) -> Failure:
+        """Tell all processes of an error, and wait until they know.
+
+        Returns:
+            The first failure of the run, which may be another process's.
+        """
+        own = Failure.of(error, self._rank, self._rank % self._stages)
+        # too late: the thread is gone, or who should answer is
+        with suppress(RuntimeError, FutureTimeoutError):
+            asyncio.run_coroutine_threadsafe(self._report(own), self._loop).result(GRACE_S)
+        return self.failure or own
+
+    def close(self) -> None:
+        """End the thread: this process's part of the run is over."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    # ------------------------------------------------------------------ the thread
+
+    async def _watch(self, server: socket.socket | None) -> None:
+        if server is not None:
+            _forget_in_children(server)
+            hub = await asyncio.start_server(self._serve, sock=server)
+        else:
+            hub = None
+            connected = asyncio.create_task(self._listen())
+        await self._closing.wait()
+        if self._exit is not None:
+            self._exit.cancel()
+        for writer in self._writers.values():
+            _send(writer, "bye")
+            writer.close()
+        await asyncio.gather(
+            *(w.wait_closed() for w in self._writers.values()), return_exceptions=True
+        )
+        if hub is not None:
+            hub.close()
+        else:
+            connected.cancel()
+
+    async def _listen(self) -> None:
+        """Listen to rank 0."""
+        try:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+        except OSError as error:
+            print(
+                f"[rank {self._rank}] Rank 0 can't be reached at {self._host}:{self._port} ({error}):"
+                " errors of other ranks are noticed late.",
+                file=sys.stderr,
+            )
+            return
+        self._writers[0] = writer
+        _keep_alive(writer)
+        _send(writer, "hello", rank=self._rank, token=self._token)
+        self._connected.set()
+        async for what, value in _messages(reader):
+            if what == "verdict":
+                self._learn(Failure(**value))
+                _send(writer, "told")
+            elif what == "all told":
+                self._all_told.set()
+            elif what == "bye":
+                return
+        self._learn(Failure(0, 0, _DIED))
+        self._all_told.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Listen to another rank, on rank 0."""
+        messages = _messages(reader)
+        rank = await self._identify(messages)
+        if rank is None:
+            writer.close()
+            return
+        self._writers[rank] = writer
+        _keep_alive(writer)
+        if self.failure is not None:
+            _send(writer, "verdict", **asdict(self.failure))
+        async for what, value in messages:
+            if what == "failed":
+                self._suspect(Failure(**value))
+            elif what == "told":
+                self._count(rank)
+            elif what == "bye":
+                break
+        else:
+            self._suspect(Failure(rank, rank % self._stages, _DIED))
+        self._writers.pop(rank, None)
+        self._count(rank)
+
+    async def _identify(self, messages: AsyncIterator[Any]) -> int | None:
+        """The rank of a new connection; None if it isn't one of ours."""
+        async for what, value in messages:
+            ours = what == "hello" and value["token"] == self._token
+            return int(value["rank"]) if ours else None
+        return None
+
+    async def _report(self, own: Failure) -> None:
+        self._give(CLEANUP_S)
+        if self._rank == 0:
+            self._suspect(own)
+        else:
+            await self._connected.wait()
+            _send(self._writers[0], "failed", **asdict(own))
+        await self._all_told.wait()
+
+    def _suspect(self, failure: Failure) -> None:
+        """Collect what arrives together, on rank 0."""
+        if not self._candidates:
+            self._loop.call_later(EVENT_S, self._decide)
+        self._candidates.append(failure)
+
+    def _decide(self) -> None:
+        """Choose the first error, and tell it to all."""
+        self._candidates.sort(key=lambda f: (f.is_consequence, f.text == _DIED))
+        verdict = self._candidates[0]
+        for writer in self._writers.values():
+            _send(writer, "verdict", **asdict(verdict))
+        self._learn(verdict)
+        self._count(0)
+
+    def _count(self, rank: int) -> None:
+        """Count who knows, on rank 0; when all do, whoever reported may go on and end."""
+        self._told.add(rank)
+        if self.failure is not None and self._told.issuperset(self._writers):
+            for writer in self._writers.values():
+                _send(writer, "all told")
+            self._all_told.set()
+
+    def _learn(self, failure: Failure) -> None:
+        if self.failure is not None:
+            return
+        self.failure = failure
+        if failure.rank != self._rank:
+            stage = self._rank % self._stages
+            print(f"\n[rank {self._rank}, stage {stage}] {failure}", file=sys.stderr, flush=True)
+        if self._exit is None:
+            self._give(GRACE_S)
+        threading.Thread(target=self._abort, name="gpipe-abort", daemon=True).start()
+
+    def _give(self, seconds: float) -> None:
+        """End the process after this time, unless the run is torn down before."""
+        if self._exit is not None:
+            self._exit.cancel()
+        self._exit = self._loop.call_later(seconds, self._end, seconds)
+
+    def _end(self, seconds: float) -> None:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        where = "".join(traceback.format_stack(main, limit=None)[-3:])
+        print(
+            f"[rank {self._rank}] The main thread did not end within {seconds:.0f} s of the failure"
+            f" and is ended. It was in\n{where}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
+    """The messages of a connection, until it ends."""
+    while True:
+        try:
+            line = await reader.readline()
+        except OSError:
+            return
+        if not line.endswith(b"\n"):
+            return
+        what, value = json.loads(line)
+        yield what, value
+
+
+def _send(writer: asyncio.StreamWriter, what: str, **value: Any) -> None:
+    if not writer.is_closing():
+        writer.write(json.dumps([what, value]).encode() + b"\n")
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Let the system find out when the other machine is gone."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _forget_in_children(connection)
+
+
+_connections: set[Any] = set()
+
+
+def _forget_in_children(connection: Any) -> None:
+    """Let forked children, such as a loader's workers, not keep a connection open.
+
+    Else a killed process would seem to live as long as its children.
+    """
+    _connections.difference_update([c for c in _connections if c.fileno() < 0])
+    _connections.add(connection)
+
+
+def _drop_connections() -> None:
+    # not closed: the child's copies of the objects would close the number once more
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for connection in _connections:
+        if connection.fileno() >= 0:
+            os.dup2(nothing, connection.fileno())
+    os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_connections)

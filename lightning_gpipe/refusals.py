@@ -1,0 +1,110 @@
+"""What can't work, refused before training starts, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+from torch.optim import Optimizer
+
+WHOLE_MODEL_CALLBACKS = (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+#: Optimizers whose step depends on all parameters at once, by the names of their classes.
+WHOLE_MODEL_OPTIMIZERS = {
+    "LBFGS",
+    "SAM",
+    "GSAM",
+    "Prodigy",
+    "DAdaptAdaGrad",
+    "DAdaptAdam",
+    "DAdaptAdan",
+    "DAdaptLion",
+    "DAdaptSGD",
+    "ZeroRedundancyOptimizer",
+}
+
+
+def refuse_module(module: nn.Module, layer_sync: object | None) -> None:
+    """Refuse a module that the pipeline would train wrong.
+
+    Args:
+        module: The user's module.
+        layer_sync: The Trainer's plugin that would synchronize its batch norm.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    if layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        raise ValueError(
+            "sync_batchnorm=True (or SyncBatchNorm) can't be used with GPipeStrategy: micro-batches"
+            " are normalised by themselves, and deferred_batch_norm=True keeps the running"
+            " statistics of the whole mini-batch. Leave it out."
+        )
+
+
+def refuse_callbacks(callbacks: Iterable[object]) -> None:
+    """Refuse callbacks that need the whole model.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WHOLE_MODEL_CALLBACKS):
+            raise ValueError(
+                f"{type(callback).__name__} works on the weights of the whole model, which are"
+                " spread over the stages; this version can't do that: leave it out."
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that need the whole model.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if name in WHOLE_MODEL_OPTIMIZERS:
+            raise ValueError(
+                f"{name} needs all parameters of the model in one process, and GPipeStrategy"
+                " spreads them over stages: use an optimizer that works parameter by parameter,"
+                " such as SGD or AdamW."
+            )
+
+
+def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:
+    """Refuse a sampler that shares the data out between the wrong processes.
+
+    Args:
+        dataloader: The user's, or a part of it.
+        replicas: D.
+        replica: This rank's pipeline.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    sampler = getattr(dataloader, "sampler", None)
+    inner = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+    for found in (sampler, inner, getattr(dataloader, "batch_sampler", None)):
+        shares, share = getattr(found, "num_replicas", None), getattr(found, "rank", None)
+        if isinstance(shares, int) and isinstance(share, int):
+            if (shares, share) != (replicas, replica):
+                raise ValueError(
+                    f"{type(found).__name__}(num_replicas={shares}, rank={share}) shares the data"
+                    f" out between processes, but the stages of a pipeline read the same: there"
+                    f" {'is' if replicas == 1 else 'are'} {replicas} pipeline{'s' * (replicas > 1)},"
+                    f" and this one is number {replica}. Leave the sampler to Lightning, or build it"
+                    " with **trainer.distributed_sampler_kwargs."
+                )
+            return
