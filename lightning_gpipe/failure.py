@@ -169,8 +169,8 @@ class Watchdog:
             reader, writer = await asyncio.open_connection(self._host, self._port)
         except OSError as error:
             print(
-                f"[rank {self._rank}] Rank 0 can't be reached at {self._host}:{self._port} ({error}):"
-                " errors of other ranks are noticed late.",
+                f"[rank {self._rank}] Rank 0 can't be reached at {self._host}:{self._port}"
+                f" ({error}): errors of other ranks are noticed late.",
                 file=sys.stderr,
             )
             return
@@ -252,7 +252,7 @@ class Watchdog:
             self._all_told.set()
 
     def _learn(self, failure: Failure) -> None:
-        if self.failure is not None:
+        if self.failure is not None or self._closing.is_set():
             return
         self.failure = failure
         if failure.rank != self._rank:

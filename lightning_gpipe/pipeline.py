@@ -202,7 +202,6 @@ class Pipeline:
             yield loss
             return
         self._replicated.before_backward()
-        self._replicas.before_backward()
         expect_last = self._replicas.expect_last if synchronize else None
         yield self._engine.steer(loss, retain, expect_last)
         self._engine.finish_backward()

@@ -102,9 +102,8 @@ def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:
             if (shares, share) != (replicas, replica):
                 raise ValueError(
                     f"{type(found).__name__}(num_replicas={shares}, rank={share}) shares the data"
-                    f" out between processes, but the stages of a pipeline read the same: there"
-                    f" {'is' if replicas == 1 else 'are'} {replicas} pipeline{'s' * (replicas > 1)},"
-                    f" and this one is number {replica}. Leave the sampler to Lightning, or build it"
-                    " with **trainer.distributed_sampler_kwargs."
+                    " out between processes, but the stages of a pipeline read the same, so it must"
+                    f" be num_replicas={replicas}, rank={replica} here. Leave the sampler to"
+                    " Lightning, or build it with **trainer.distributed_sampler_kwargs."
                 )
             return

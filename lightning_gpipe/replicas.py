@@ -4,12 +4,13 @@ PyTorch's own reducer does it, with its buckets, its overlap with the backward a
 hooks. It is told of a backward just before the last micro-batch's, so it ignores all others,
 whichever of them are re-materialized. With that micro-batch runs one more node, which leads to
 every parameter and gives it nothing: so every parameter reports to the reducer, used or not, when
-its own gradient is complete.
+its own gradient is complete. What no replica used is told apart afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.links import Links
 from lightning_gpipe.state import Slot
@@ -55,18 +57,15 @@ class Replicas:
 
     def __init__(self, slots: Sequence[Slot], links: Links, options: ReplicaOptions) -> None:
         parameters = [slot.tensor for slot in slots if slot.is_parameter]
-        self._parameters = [
-            p for p in parameters if isinstance(p, nn.Parameter) and p.is_floating_point()
-        ]
+        self._own = [p for p in parameters if isinstance(p, nn.Parameter)]
         self._links = links
         self._options = options
         self._ddp: DistributedDataParallel | None = None
-        self._known: set[nn.Parameter] = set()
-        self._is_reduced = False
-
-    def before_backward(self) -> None:
-        """Prepare a backward that ends with an average."""
-        self._is_reduced = False
+        self._parameters: list[nn.Parameter] = []  # that the reducer knows
+        self._used: set[nn.Parameter] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._is_expected = False
+        self._lent: Any = None
 
     def expect_last(self) -> Tensor | None:
         """Tell the reducer that the next backward of this stage is the last one.
@@ -75,59 +74,87 @@ class Replicas:
             A tensor to run that backward from, besides the micro-batch's outputs; None if there is
             nothing to average.
         """
-        wanted = [p for p in self._parameters if p.requires_grad]
-        if self._links.replicas == 1 or not wanted:
+        wanted = {p for p in self._own if p.requires_grad}
+        if self._links.replicas == 1 or not (wanted or self._parameters):
             return None
-        if self._ddp is None or not self._known.issuperset(wanted):
-            self._ddp = self._reducer_of(self._known.union(wanted))
-        self._is_reduced = True
-        with torch.enable_grad():  # this runs inside a backward
-            end: Tensor = _Ready.apply(*wanted)
-        reducer: Any = self._ddp.reducer
-        reducer.prepare_for_backward([end])
+        if not wanted.issubset(self._parameters):
+            self._make_reducer(wanted.union(self._parameters))
+        self._is_expected = True
+        self._used = {p for p in self._parameters if p.grad is not None}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._note)
+            for p in self._parameters
+            if p.grad is None and p.requires_grad
+        ]
+        reducer: Any = self._ddp.reducer if self._ddp is not None else None
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([])
+        with torch.enable_grad(), _trainable(self._parameters):  # this runs inside a backward
+            end: Tensor = _Ready.apply(*self._parameters)
         return end
 
+    def _note(self, parameter: Tensor) -> None:
+        """Note that a parameter has a gradient; called before the reducer gives it one."""
+        if isinstance(parameter, nn.Parameter) and parameter.grad is not None:
+            self._used.add(parameter)
+
     def finish(self) -> None:
-        """Average the gradients, if no backward of a micro-batch did. Collective over replicas."""
-        if not self._is_reduced:
+        """End a backward with the average. Collective over the replicas.
+
+        A gradient that is missing on some replicas counts as zeros there; on all, it stays missing.
+        """
+        if not self._is_expected:  # no micro-batch went backward
             end = self.expect_last()
-            if end is not None:
-                torch.autograd.backward(end)
+            if end is None:
+                return
+            torch.autograd.backward(end)
+        self._is_expected = False
+        for hook in self._hooks:
+            hook.remove()
+        used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX, self._links.across.host)
+        for parameter, anywhere in zip(self._parameters, used.tolist(), strict=True):
+            if not anywhere:
+                parameter.grad = None
 
     def close(self) -> None:
-        """Take the reducer's hooks off the parameters."""
+        """Take the reducer's hooks off the parameters, and the group out of the user's state."""
         self._ddp = None
+        if self._lent is not None:
+            self._lent.process_group, self._lent = None, None
 
-    def _reducer_of(self, parameters: set[nn.Parameter]) -> DistributedDataParallel:
-        """A reducer for parameters, some of which a user may have frozen for the moment."""
-        self._known = parameters
-        ordered = [p for p in self._parameters if p in parameters]
-        frozen = [p for p in ordered if not p.requires_grad]
-        # One parameter that is never used keeps the reducer from warning that all are used.
-        unused = nn.Parameter(torch.zeros_like(ordered[0].flatten()[:1]))
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+    def _make_reducer(self, parameters: set[nn.Parameter]) -> None:
+        """Make a reducer for parameters, some of which a user may have frozen for the moment."""
+        self._parameters = [p for p in self._own if p in parameters]
         options, group = self._options, self._links.across.data
-        try:
-            ddp = DistributedDataParallel(
-                nn.ParameterList([*ordered, unused]),
+        with _trainable(self._parameters):
+            self._ddp = DistributedDataParallel(
+                nn.ParameterList(self._parameters),
                 process_group=group,
-                find_unused_parameters=True,  # what no replica used keeps its missing gradient
                 broadcast_buffers=False,
                 init_sync=False,  # they are equal already
                 bucket_cap_mb=options.bucket_cap_mb,
                 gradient_as_bucket_view=options.gradient_as_bucket_view,
             )
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
         hook, state = options.comm_hook, options.comm_state
         if hook is not None:
-            if getattr(state, "process_group", group) is None:
-                state.process_group = group  # None stands for all ranks
+            if getattr(state, "process_group", group) is None:  # stands for all ranks
+                state.process_group, self._lent = group, state
             wrapped = hook if options.comm_wrapper is None else options.comm_wrapper(hook)
-            ddp.register_comm_hook(group if state is None else state, wrapped)
-        return ddp
+            self._ddp.register_comm_hook(group if state is None else state, wrapped)
+
+
+@contextmanager
+def _trainable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let parameters require a gradient that a user has frozen for the moment."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class _Ready(torch.autograd.Function):

@@ -1,0 +1,314 @@
+"""Replicas of the pipeline train as DistributedDataParallel does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import RankError, run_ranks
+from tests.training import train, trainer
+
+OPTIONS: dict[str, Any] = {
+    "max_steps": 5,
+    "accumulate_grad_batches": 3,
+    "gradient_clip_val": 0.01,
+    "devices": 2,
+}
+MODES = ("always", "except_last", "never")
+
+
+class Odd(models.Module):
+    """Sixty samples a replica, eight a batch: the last batch of an epoch has four."""
+
+
+class Unused(models.Module):
+    """A layer with a weight that no step uses, and one that some steps use."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.never = (
+                nn.Linear(models.WIDTH, models.WIDTH) for _ in range(3)
+            )
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.second(x) if float(x.detach().sum()) > 1e9 else self.first(x))
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(*(self.Block() for _ in range(4)))
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        Odd,
+        Unused,
+        models.Around,
+        models.Shared,
+        models.Chained,
+        models.TwoCalls,
+        models.Frozen,
+        models.Trees,
+    )
+}
+
+
+class HookedDDP(DDPStrategy):
+    """Lightning's registers communication hooks on GPUs only."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        hook, state, wrapper = self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper
+        if hook is not None:
+            self.model.register_comm_hook(state, wrapper(hook) if wrapper else hook)
+
+
+def by_ddp(kind: str, state: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    module = KINDS[kind]()
+    module.load_state_dict(state)
+    strategy = HookedDDP(process_group_backend="gloo", **options)
+    return train(module, **{**OPTIONS, "strategy": strategy})
+
+
+def by_pipelines(
+    kind: str, state: dict[str, Tensor], stages: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train in every mode; returns the weights of rank 0, and of each rank what it holds."""
+    results = {}
+    for mode in MODES:
+        module = KINDS[kind]()
+        if dist.get_rank() == 0:  # all other ranks must get its weights
+            module.load_state_dict(state)
+        strategy = GPipeStrategy(3, stages=stages, checkpoint=mode, **options)
+        devices = dist.get_world_size()
+        results[mode] = train(module, **{**OPTIONS, "devices": devices, "strategy": strategy})
+    return results
+
+
+def initial(kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return copy.deepcopy(KINDS[kind]().state_dict())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_equal_plain_ddps(kind: str, stages: int) -> None:
+    state = initial(kind)
+    options = {"find_unused_parameters": kind == "Unused"}
+    expected = run_ranks(by_ddp, 2, kind, state, options)[0]
+    moved = [name for name, tensor in expected.items() if not torch.equal(tensor, state[name])]
+    unmoved = [name for name in expected if name not in moved]
+    frozen = ("before", "backbone.0", "backbone.2") if kind == "Frozen" else ("backbone",)
+    assert not unmoved or kind in ("Unused", "Frozen")
+    assert all(name.startswith(frozen) for name in unmoved)
+    assert kind != "Unused" or len(unmoved) == 4 * 2 * 2, "not even weight decay moves them"
+    ranks = run_ranks(by_pipelines, 2 * stages, kind, state, stages, {})
+    for mode in MODES:
+        torch.testing.assert_close(ranks[0][mode], expected, rtol=0, atol=1e-10)
+        for rank, results in enumerate(ranks):
+            here = {name: t for name, t in results[mode].items() if not t.is_meta}
+            assert rank >= stages or here
+            for name, tensor in here.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)
+
+
+def negate(group, bucket):  # type: ignore[no-untyped-def]  # no annotations as strings, torch says
+    """A hook whose work shows, without rounding anything."""
+    total = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return total.then(lambda future: future.value()[0] / -2)
+
+
+HOOKS: dict[str, Any] = {
+    "negate": lambda: {"ddp_comm_hook": negate},
+    "fp16": lambda: {"ddp_comm_hook": fp16_compress_hook},
+    "wrapped PowerSGD": lambda: {
+        "ddp_comm_hook": powerSGD_hook,
+        "ddp_comm_state": PowerSGDState(
+            process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2
+        ),
+        "ddp_comm_wrapper": fp16_compress_wrapper,
+    },
+    "small buckets": lambda: {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True},
+}
+
+
+def by_ddp_with_hook(hook: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return by_ddp("Odd", state, HOOKS[hook]())
+
+
+def by_pipelines_with_hook(hook: str, state: dict[str, Tensor], stages: int) -> dict[str, Any]:
+    return by_pipelines("Odd", state, stages, HOOKS[hook]())
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_communication_hooks(hook: str) -> None:
+    state = initial("Odd")
+    plain = run_ranks(by_ddp, 2, "Odd", state, {})[0]
+    expected = run_ranks(by_ddp_with_hook, 2, hook, state)[0]
+    ranks = run_ranks(by_pipelines_with_hook, 4, hook, state, 2)
+    # 16 bits flip where the sum over micro-batches rounds otherwise; PowerSGD cuts up whole buckets
+    tolerance = {"fp16": 1e-5, "wrapped PowerSGD": 2e-3}.get(hook, 1e-10)
+    for mode in MODES:
+        torch.testing.assert_close(ranks[0][mode], expected, rtol=0, atol=tolerance)
+        if hook == "negate":
+            difference = (ranks[0][mode]["backbone.0.weight"] - plain["backbone.0.weight"]).abs()
+            assert difference.max() > 1e-4, "the hook did its work"
+
+
+def bits(stages: int, mode: str) -> dict[str, Tensor]:
+    from tests.test_bits import ConvNet
+
+    L.seed_everything(3, verbose=False)
+    module = ConvNet().to(memory_format=torch.channels_last)
+    return train(
+        module,
+        max_epochs=3,
+        devices=2 * stages,
+        strategy=GPipeStrategy(4, stages=stages, checkpoint=mode),  # type: ignore[arg-type]
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.05,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_do_not_depend_on_the_number_of_stages(mode: str) -> None:
+    expected = run_ranks(bits, 2, 1, mode)[0]
+    state = run_ranks(bits, 4, 2, mode)[0]
+    different = [name for name, value in expected.items() if not torch.equal(value, state[name])]
+    assert not different
+
+
+class Reporting(models.Module):
+    """Reports over replicas in every way that Lightning and torchmetrics have."""
+
+    def build(self) -> None:
+        super().build()
+        self.norm = nn.BatchNorm1d(models.WIDTH)
+        self.total, self.mean = SumMetric(), MeanMetric()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.backbone(x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.seen += [int(1000 * value) for value in x[:, 0]]
+        loss = nn.functional.mse_loss(self(x), y)
+        self.total(len(x))
+        self.mean(loss)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_sum", loss, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log_dict({"total": self.total, "mean": self.mean})
+
+    def on_validation_epoch_end(self) -> None:
+        gathered = self.all_gather(torch.tensor(float(self.trainer.global_rank)))
+        self.log("replicas", float(len(gathered)))
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def report(stages: int) -> tuple[dict[str, Tensor], list[int], list[Tensor]]:
+    torch.manual_seed(4)
+    module = Reporting()
+    world = dist.get_world_size()
+    strategy: Any = GPipeStrategy(1, stages=stages) if stages else DDPStrategy()
+    run = trainer(devices=world, strategy=strategy, max_epochs=2)
+    run.fit(module)
+    return dict(run.callback_metrics), module.seen, list(module.norm.buffers())
+
+
+def test_reports_are_reduced_over_replicas() -> None:
+    expected = run_ranks(report, 2, 0)
+    ranks = run_ranks(report, 4, 2)
+    for rank, (metrics, seen, buffers) in enumerate(ranks):
+        torch.testing.assert_close(metrics, expected[rank // 2][0], rtol=1e-6, atol=1e-6)
+        assert metrics["total"] == 120
+        assert metrics["replicas"] == 2
+        assert seen == expected[rank // 2][1], "a replica's stages see its share of the data"
+        torch.testing.assert_close(buffers, expected[0][2], rtol=1e-6, atol=1e-6)
+
+
+class OwnSampler(models.Module):
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(*(torch.randn(40, models.WIDTH, dtype=torch.float64) for _ in "xy"))
+        sampler = DistributedSampler(data, **self.shares())
+        return DataLoader(data, batch_size=4, sampler=sampler)
+
+    def shares(self) -> dict[str, int]:
+        return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+
+
+class RightSampler(OwnSampler):
+    def shares(self) -> dict[str, int]:
+        return self.trainer.distributed_sampler_kwargs
+
+
+def sample(kind: type[models.Module], stages: int) -> None:
+    world = dist.get_world_size()
+    strategy = GPipeStrategy(2, stages=stages)
+    train(kind(), devices=world, max_steps=2, strategy=strategy)
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
+def test_samplers_by_world_rank_are_refused(world: int, stages: int) -> None:
+    with pytest.raises(RankError, match=r"DistributedSampler\(num_replicas=.*, rank=.*pipeline"):
+        run_ranks(sample, world, OwnSampler, stages)
+    run_ranks(sample, world, RightSampler, stages)
+
+
+class Batches(IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class Uneven(models.Module):
+    """Replicas read batches of different lengths, so they have unequal numbers of micro-batches."""
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(7)
+        x, y = torch.randn(2, 20, models.WIDTH, generator=generator, dtype=torch.float64)
+        replica = self.trainer.distributed_sampler_kwargs["rank"] if self._trainer else 0
+        sizes = [[5, 1, 3], [2, 6, 1]][replica]
+        start = 10 * replica
+        batches = [(x[start : start + n], y[start : start + n]) for n in sizes for _ in range(2)]
+        return DataLoader(Batches(batches), batch_size=None)
+
+
+def uneven(stages: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    module = Uneven()
+    module.load_state_dict(state)
+    strategy: Any = GPipeStrategy(4, stages=stages) if stages else DDPStrategy()
+    devices = dist.get_world_size()
+    return train(module, devices=devices, max_steps=5, strategy=strategy)
+
+
+def test_unequal_numbers_of_micro_batches() -> None:
+    torch.manual_seed(0)
+    state = Uneven().state_dict()
+    expected = run_ranks(uneven, 2, 0, state)[0]
+    whole = run_ranks(uneven, 4, 2, state)[0]
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
