@@ -255,9 +255,7 @@ class Watchdog:
         if self.failure is not None or self._closing.is_set():
             return
         self.failure = failure
-        if failure.rank != self._rank:
-            stage = self._rank % self._stages
-            print(f"\n[rank {self._rank}, stage {stage}] {failure}", file=sys.stderr, flush=True)
+        print(f"\n[rank {self._rank}] {failure}", file=sys.stderr, flush=True)
         if self._exit is None:
             self._give(GRACE_S)
         threading.Thread(target=self._abort, name="gpipe-abort", daemon=True).start()

@@ -246,7 +246,7 @@ class GPipeStrategy(PipelineProcesses):
             explained = self._explained(error)
             if explained is error:
                 raise
-            raise explained from error
+            raise explained from (None if isinstance(explained, RemoteError) else error)
 
     def _explained(self, error: Exception) -> Exception:
         known = isinstance(error, RemoteError) or error.__cause__ is not None

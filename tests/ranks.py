@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +114,56 @@ class Pool:
         self._store.close()
 
 
+def start_ranks(
+    function: Callable[..., Any], world_size: int, folder: Path, *args: Any
+) -> list[BaseProcess]:
+    """Start processes that may end as they like.
+
+    Args:
+        function: Called on every rank, as by :func:`run_ranks`.
+        world_size: Number of processes.
+        folder: What rank r prints goes to the file ``r`` in it.
+        args: The function's arguments.
+    """
+    processes: list[BaseProcess] = [
+        _CONTEXT.Process(target=_alone, args=(function, rank, world_size, folder, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _alone(
+    function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: Any
+) -> None:
+    with open(folder / str(rank), "wb") as screen:
+        os.dup2(screen.fileno(), 1)
+        os.dup2(screen.fileno(), 2)
+    _join(rank, world_size, str(folder / "store"))
+    function(*args)
+
+
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
+    _join(rank, world_size, store)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the pool is gone; peers that are stuck must not keep this rank alive
+        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+        try:
+            answer = False, function(*args)
+        except BaseException:
+            answer = True, traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:
+            os._exit(1)
+
+
+def _join(rank: int, world_size: int, store: str) -> None:
+    """Become a rank."""
     torch.set_num_threads(1)
     os.environ.update(
         LOCAL_RANK=str(rank),
@@ -129,20 +180,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
-    while True:
-        try:
-            function, args = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # the pool is gone; peers that are stuck must not keep this rank alive
-        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-        try:
-            answer = False, function(*args)
-        except BaseException:
-            answer = True, traceback.format_exc()
-        try:
-            pipe.send(answer)
-        except BrokenPipeError:
-            os._exit(1)
 
 
 @atexit.register
