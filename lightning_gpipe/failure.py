@@ -10,7 +10,8 @@ not do so by itself. ::
     rank 2: ValueError ──report──> rank 0 ──verdict──> ranks 1, 2, 3: print, abort, end
     rank 3: killed     ──  end  ──>
 
-If rank 0 goes, the connections to it end, and that is the verdict.
+If rank 0 goes, the connections to it end, and that is the verdict. If all ranks do nothing but wait
+for each other for a minute, they don't run the same step, and that is a failure, too.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ from typing import Any
 from torch.distributed import DistBackendError
 
 from lightning_gpipe.control import RemoteError
+from lightning_gpipe.stall import Stall, where
 
 EVENT_S = 0.5  # an error and its consequences arrive within this time
 GRACE_S = 5.0  # for a main thread to hear of the error
 CLEANUP_S = 60.0  # for its callbacks and loggers to end then
+STALL_S = 60.0  # for which all ranks must wait, and none work, to be taken for stuck
+_TICK_S = 1.0
+_NO_RANK = -1
 _TEXT = 4000  # characters of an error
 _PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|by peer", re.IGNORECASE)
@@ -48,7 +53,7 @@ class Failure:
     """Why a run ends.
 
     Args:
-        rank: The process where it began.
+        rank: The process where it began; -1: all of them.
         stage: Its pipeline stage.
         text: The error.
         is_consequence: Whether it looks like the consequence of another process's error.
@@ -70,6 +75,8 @@ class Failure:
         return cls(rank, stage, text[:_TEXT], lost)
 
     def __str__(self) -> str:
+        if self.rank == _NO_RANK:
+            return self.text
         return f"Rank {self.rank} (stage {self.stage}) failed: {self.text}"
 
 
@@ -101,6 +108,7 @@ class Watchdog:
         self._candidates: list[Failure] = []
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._told: set[int] = set()
+        self._stalled: dict[int, str] = {}
         self._exit: asyncio.TimerHandle | None = None
         server, address = None, None
         if rank == 0:
@@ -149,7 +157,9 @@ class Watchdog:
         else:
             hub = None
             connected = asyncio.create_task(self._listen())
+        watching = asyncio.create_task(self._watch_main_thread())
         await self._closing.wait()
+        watching.cancel()
         if self._exit is not None:
             self._exit.cancel()
         for writer in self._writers.values():
@@ -162,6 +172,19 @@ class Watchdog:
             hub.close()
         else:
             connected.cancel()
+
+    async def _watch_main_thread(self) -> None:
+        """Tell rank 0 when the main thread does nothing but wait, and when it goes on."""
+        stall, place = Stall(), ""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            was, place = place, where() if stall.seconds() >= STALL_S else ""
+            if bool(was) == bool(place):
+                continue
+            if self._rank == 0:
+                self._note_stall(0, place)
+            elif self._connected.is_set():
+                _send(self._writers[0], "stalled", where=place)
 
     async def _listen(self) -> None:
         """Listen to rank 0."""
@@ -205,6 +228,8 @@ class Watchdog:
                 self._suspect(Failure(**value))
             elif what == "told":
                 self._count(rank)
+            elif what == "stalled":
+                self._note_stall(rank, value["where"])
             elif what == "bye":
                 break
         else:
@@ -227,6 +252,20 @@ class Watchdog:
             await self._connected.wait()
             _send(self._writers[0], "failed", **asdict(own))
         await self._all_told.wait()
+
+    def _note_stall(self, rank: int, place: str) -> None:
+        """Note on rank 0 where a rank waits; nowhere: it goes on."""
+        self._stalled.pop(rank, None)
+        if place:
+            self._stalled[rank] = place
+        if len(self._stalled) == self._world_size:
+            waits = "; ".join(f"rank {r} at {self._stalled[r]}" for r in sorted(self._stalled))
+            text = (
+                f"All ranks have been waiting for each other for {STALL_S:.0f} s, so they don't run"
+                f" the same step: {waits}. Call the model, the Trainer and collectives on every"
+                " rank alike, never under `if rank == 0`."
+            )
+            self._suspect(Failure(_NO_RANK, _NO_RANK, text))
 
     def _suspect(self, failure: Failure) -> None:
         """Collect what arrives together, on rank 0."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, failure
 
 #: Where it may fail; the loader is read on the first stage alone.
 PLACES = ("layer", "step", "loader", "callback", "hook", "optimizer", "save")
@@ -107,11 +107,14 @@ class Failing(L.LightningModule):
 class Callback(L.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         module.check("callback")
+        if module.where == "alone" and trainer.global_rank == module.rank:
+            module.backbone(torch.zeros(4, 6))
 
 
 def run(where: str, rank: int, ranks: int, folder: str) -> None:
     """Train until it fails."""
     warnings.simplefilter("ignore")
+    failure.STALL_S = 3.0
     module = Failing(where, rank)
     callbacks: list[Any] = [Callback()]
     if where == "save":
@@ -135,7 +138,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--where", choices=(*PLACES, *SIGNALS, "exit", "sleep"), default="step")
+    parser.add_argument(
+        "--where", choices=(*PLACES, *SIGNALS, "exit", "sleep", "alone"), default="step"
+    )
     parser.add_argument("--folder", default="checkpoints")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +62,15 @@ def test_an_exception_of_the_loader(tmp_path: Path) -> None:
 def test_a_process_that_dies(where: str, tmp_path: Path) -> None:
     for rank in range(RANKS):
         check(where, rank, "its process died", tmp_path)
+
+
+def test_a_collective_call_on_one_rank_alone(tmp_path: Path) -> None:
+    """The others are in another collective call, which isn't ours to check."""
+    for rank in (0, 3):
+        texts, codes, _ = screens("alone", rank, tmp_path / str(rank))
+        assert all(code != 0 for code in codes), (codes, texts)
+        for text in texts:
+            assert "never under `if rank == 0`" in text, text
 
 
 @pytest.mark.parametrize(
