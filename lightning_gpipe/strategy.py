@@ -29,6 +29,7 @@ from lightning_gpipe import refusals
 from lightning_gpipe.control import RemoteError
 from lightning_gpipe.cost import Balance
 from lightning_gpipe.data import PipelineLoader
+from lightning_gpipe.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
 from lightning_gpipe.precision import PipelinePrecision
 from lightning_gpipe.processes import PipelineProcesses, StartMethod
@@ -134,6 +135,7 @@ class GPipeStrategy(PipelineProcesses):
             ddp_comm_wrapper,
         )
         self._pipeline: Pipeline | None = None
+        self._partition: Partition | None = None
         self._precision: PipelinePrecision | None = None
         self._metrics: dict[Metric, tuple[Callable[[], bool], Any]] = {}
         self._evaluations = 0
@@ -147,6 +149,11 @@ class GPipeStrategy(PipelineProcesses):
         if "pytorch_lightning" not in sys.modules:
             return chosen
         return f"{chosen}, which is for lightning.Trainer, not for pytorch_lightning.Trainer"
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which layers each stage has; None until the module is cut, by the first step."""
+        return self._pipeline.partition if self._pipeline is not None else self._partition
 
     # ------------------------------------------------------------------ the module
 
@@ -350,8 +357,9 @@ class GPipeStrategy(PipelineProcesses):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint on rank 0, with a record of how it was trained."""
-        partition = self._pipeline.partition if self._pipeline is not None else None
-        checkpoint[files.RECORD] = files.record(self.chunks, self.stages, self.replicas, partition)
+        checkpoint[files.RECORD] = files.record(
+            self.chunks, self.stages, self.replicas, self.partition
+        )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -404,7 +412,8 @@ class GPipeStrategy(PipelineProcesses):
     @override
     def teardown(self) -> None:
         """Give the user the whole module back on rank 0, in host memory, but after an error."""
-        pipeline, self._pipeline = self._pipeline, None
+        self._partition, pipeline = self.partition, self._pipeline
+        self._pipeline = None
         if self._precision is not None:
             self._precision.remove()
             self._precision = None

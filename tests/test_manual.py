@@ -57,9 +57,7 @@ class Gan(models.Module):
         discriminator.zero_grad()
         for scale in (1.0, 0.5):  # gradients of several backwards add up
             self.manual_backward(scale * nn.functional.softplus(-self.judge(real)).mean())
-            self.manual_backward(
-                scale * nn.functional.softplus(self.judge(fake.detach())).mean()
-            )
+            self.manual_backward(scale * nn.functional.softplus(self.judge(fake.detach())).mean())
         self.clip_gradients(discriminator, 0.05, "value")
         discriminator.step()
         if self.toggles:

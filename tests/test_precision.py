@@ -99,5 +99,3 @@ def test_close_to_a_plain_trainer(precision: str, clip: str) -> None:
     tolerance = {"64-true": 1e-12, "32-true": 1e-6}.get(precision, 0.02)
     torch.testing.assert_close(state, expected, rtol=0, atol=tolerance)
     assert own_scales == scales
-
-

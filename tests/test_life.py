@@ -1,0 +1,153 @@
+"""The life cycle: one module through several runs, Trainers and numbers of stages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+
+class Living(models.Around):
+    """Has every step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(*batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(*batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+#: What is run, on how many stages; with another number, or "new", by a new Trainer.
+TRANSITIONS: dict[str, list[Any]] = {
+    "fit, test": ["fit", "test"],
+    "fit, validate, fit": ["fit", "validate", "fit"],
+    "fit, test, fit, predict": ["fit", "test", "fit", "predict"],
+    "validate, fit": ["validate", "fit"],
+    "test, predict": ["test", "predict"],
+    "predict, fit, predict": ["predict", "fit", "predict"],
+    "fit, fit by a second Trainer": ["fit", "new", "fit"],
+    "fit, predict by a second Trainer": ["fit", "new", "predict"],
+    "fit on 4, fit on 2 x 2": ["fit", 2, "fit"],
+    "fit on 4, fit on 1 x 4, fit on 4": ["fit", 1, "fit", 4, "fit"],
+    "fit on 2 x 2, fit on 4, test": [2, "fit", 4, "fit", "test"],
+    "validate on 2 x 2, fit on 4": [2, "validate", 4, "fit"],
+}
+
+
+def live(script: list[Any], state: dict[str, Tensor], pipeline: bool) -> Any:
+    """Run a script; returns all results, and the module's state."""
+    module = Living()
+    module.load_state_dict(state)
+    results: list[Any] = []
+    stages, epochs, run = 4, 0, None
+    for word in script:
+        if not isinstance(word, str) or word == "new":
+            stages, run = (stages if word == "new" else word), None
+            continue
+        if run is None:
+            epochs = 0
+            strategy: Any = GPipeStrategy(3, stages=stages) if pipeline else "auto"
+            run = trainer(
+                devices=4 if pipeline else 1,
+                strategy=strategy,
+                use_distributed_sampler=False,  # replicas see the same: equal to one
+                num_sanity_val_steps=1,
+            )
+        if word == "fit":
+            epochs += 1
+            run.fit_loop.max_epochs = epochs
+            run.fit(module)
+            results.append(dict(run.callback_metrics))
+        else:
+            verbose = {} if word == "predict" else {"verbose": False}
+            results.append(getattr(run, word)(module, **verbose))
+    whole = not pipeline or dist.get_rank() == 0
+    if whole:
+        assert {p.device.type for p in module.parameters()} == {"cpu"}
+        results.append(module(torch.ones(2, models.WIDTH, dtype=torch.float64)).detach())
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        for other in copies:
+            torch.testing.assert_close(other.state_dict(), module.state_dict())
+    assert "forward" not in module.backbone.__dict__ or not whole
+    return results, module.state_dict()
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_a_transition(name: str) -> None:
+    torch.manual_seed(0)
+    state = Living().state_dict()
+    expected = run_ranks(live, 1, TRANSITIONS[name], state, False)[0]
+    ranks = run_ranks(live, 4, TRANSITIONS[name], state, True)
+    torch.testing.assert_close(ranks[0], expected, rtol=0, atol=1e-10)
+    for results, _ in ranks[1:]:
+        torch.testing.assert_close(results, expected[0][: len(results)], rtol=0, atol=1e-10)
+
+
+class Breaks(L.Callback):
+    def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+        raise OSError("the disk is full")
+
+
+def after_an_exception(folder: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Fail on every rank, then use the module, then another."""
+    torch.manual_seed(0)
+    module = Living()
+    run = trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3))
+    run.fit(module)
+    run.save_checkpoint(f"{folder}/saved.ckpt")
+    said = []
+    failing = trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3), callbacks=[Breaks()])
+    for attempt in (failing, trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3))):
+        try:
+            attempt.fit(module)
+        except Exception as error:
+            said.append(str(error))
+    again = trainer(devices=2, max_epochs=2, strategy=GPipeStrategy(3))
+    again.fit(module, ckpt_path=f"{folder}/saved.ckpt")
+    return said, module.state_dict()
+
+
+def test_after_an_exception(tmp_path: Any) -> None:
+    ranks = run_ranks(after_an_exception, 2, str(tmp_path))
+    for said, _ in ranks:
+        assert "the disk is full" in said[0]
+        assert "an earlier run was interrupted" in said[1]
+    torch.manual_seed(0)
+    module = Living()
+    trainer(devices=1, max_epochs=2).fit(module)
+    torch.testing.assert_close(ranks[0][1], module.state_dict(), rtol=0, atol=1e-10)
+
+
+def on_another_rank() -> str:
+    module = Living()
+    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(module)
+    try:
+        module(torch.zeros(2, models.WIDTH, dtype=torch.float64))
+    except RuntimeError as error:
+        return str(error)
+    return "worked"
+
+
+def test_the_whole_module_is_on_rank_0() -> None:
+    first, second = run_ranks(on_another_rank, 2)
+    assert first == "worked"
+    assert "the whole model is on rank 0 only" in second
