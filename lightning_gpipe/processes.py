@@ -21,7 +21,7 @@ from lightning_gpipe.links import Links
 from lightning_gpipe.settings import Settings, check_choice
 
 _T = TypeVar("_T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["popen", "spawn", "fork"]
 
 
 class PipelineProcesses(ParallelStrategy):

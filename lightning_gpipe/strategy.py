@@ -69,7 +69,7 @@ class GPipeStrategy(PipelineProcesses):
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
         start_method: How processes start. ``"popen"``: the script runs once per process;
-            ``"spawn"``, ``"fork"`` (for notebooks) and ``"forkserver"`` as in ``multiprocessing``.
+            ``"spawn"`` and ``"fork"`` (for notebooks) as in ``multiprocessing``.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged over replicas, as
             for ``DistributedDataParallel``, and so the next two.
         gradient_as_bucket_view: Whether gradients live in the buckets.

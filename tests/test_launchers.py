@@ -1,0 +1,102 @@
+"""However the processes are started, the weights are the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import Around
+from tests.training import trainer
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM")
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(CLUSTER)}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def run(commands: list[tuple[list[str], dict[str, str]]]) -> None:
+    """Run commands at the same time."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment(**variables),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, variables in commands
+    ]
+    try:
+        screens = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), screens
+
+
+def script(start_method: str, nodes: int, out: Path) -> list[str]:
+    return ["-m", "tests.launched", start_method, str(nodes), str(out)]
+
+
+def commands(launcher: str, out: Path) -> list[tuple[list[str], dict[str, str]]]:
+    port = free_port()
+    if launcher in ("popen", "spawn", "fork"):
+        return [([sys.executable, *script(launcher, 1, out)], {})]
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+        return [([sys.executable, *torchrun, *script("popen", 1, out)], {})]
+    if launcher == "two nodes":
+        nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        return [
+            ([sys.executable, *script("popen", 2, out)], {**nodes, "NODE_RANK": str(node)})
+            for node in range(2)
+        ]
+    job = {
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": port,
+    }
+    return [
+        (
+            [sys.executable, *script("popen", 1, out)],
+            {**job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+        )
+        for task in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    torch.manual_seed(5)
+    module = Around()
+    run = trainer(devices=1, max_epochs=1)
+    run.fit(module)
+    return module.state_dict(), dict(run.callback_metrics)
+
+
+@pytest.mark.parametrize("launcher", ["popen", "spawn", "fork", "torchrun", "two nodes", "SLURM"])
+def test_a_launcher(launcher: str, expected: Any, tmp_path: Path) -> None:
+    out = tmp_path / "weights"
+    run(commands(launcher, out))
+    torch.testing.assert_close(torch.load(out), expected, rtol=0, atol=1e-10)
