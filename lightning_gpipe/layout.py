@@ -64,8 +64,9 @@ def byte_count(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -
 
 def copy(tensor: Tensor) -> Tensor:
     """A copy in memory of its own, with the same strides."""
-    if tensor.is_contiguous():
-        return tensor.clone()
+    copied = tensor.clone()
+    if copied.stride() == tensor.stride():  # no view, so that its own views can be changed in place
+        return copied
     return from_bytes(to_bytes(tensor).clone(), tensor.shape, tensor.stride(), tensor.dtype)
 
 

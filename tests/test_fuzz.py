@@ -1,0 +1,9 @@
+"""The short version of :mod:`tests.fuzz`."""
+
+from __future__ import annotations
+
+from tests.fuzz import fuzz
+
+
+def test_twenty_random_configurations() -> None:
+    assert fuzz(20, seed=1) == []
