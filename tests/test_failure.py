@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import failing
 from tests.ranks import start_ranks
@@ -79,3 +89,92 @@ def test_a_collective_call_on_one_rank_alone(tmp_path: Path) -> None:
 def test_a_signal_to_each_stage(where: str, message: str, tmp_path: Path) -> None:
     for rank in range(RANKS):
         check(where, rank, message, tmp_path)
+
+
+def by_the_launcher(where: str, rank: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.failing", "--rank", str(rank), "--where", where],
+        env={
+            **{k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")},
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_of(screen: str) -> dict[int, int]:
+    """The process of each rank, from what they print at the start."""
+    found = re.findall(r"process (\d+) is local rank (\d)", screen)
+    return {int(rank): int(process) for process, rank in found}
+
+
+def start_training(process: subprocess.Popen[str]) -> str:
+    """Read the screen until training has started."""
+    screen = ""
+    for line in process.stdout or ():
+        screen += line
+        if "Expected bubble" in line:
+            time.sleep(1)
+            break
+    return screen
+
+
+@pytest.mark.parametrize(
+    ("signals", "to", "message"),
+    [
+        (signal.SIGKILL, 0, "Rank 0 (stage 0) failed: its process died"),
+        (signal.SIGKILL, 2, "Rank 2 (stage 2) failed: its process died"),
+        (signal.SIGTERM, 0, "SIGTERM was received"),
+        (signal.SIGTERM, 3, "Rank 3 (stage 3) failed: SIGTERMException: SIGTERM was received"),
+        (signal.SIGINT, None, "KeyboardInterrupt"),
+    ],
+)
+def test_signals_from_outside(signals: signal.Signals, to: int | None, message: str) -> None:
+    """As a user or a scheduler sends them to a run that Lightning's launcher started."""
+    process = by_the_launcher("step", -1)
+    try:
+        screen = start_training(process)
+        ranks = processes_of(screen)
+        assert sorted(ranks) == [0, 1, 2, 3], screen
+        start = time.monotonic()
+        if to is None:
+            os.killpg(process.pid, signals)  # what Ctrl-C does
+        else:
+            os.kill(ranks[to], signals)
+        screen += process.communicate(timeout=60)[0]
+        while any(is_alive(p) for p in ranks.values()) and time.monotonic() < start + LIMIT_S:
+            time.sleep(0.1)
+        assert time.monotonic() - start < LIMIT_S, screen
+        assert not [p for p in ranks.values() if is_alive(p)], "no process is left"
+        assert process.returncode != 0
+        assert message in screen, screen
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":  # many runs in a row, each of which fails at random
+    torch.set_num_threads(1)
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else secrets.randbelow(10**6)
+    draw = random.Random(seed)
+    for number in range(int(sys.argv[1])):
+        place = draw.choice([*failing.PLACES, *failing.SIGNALS, "exit"])
+        where = 0 if place == "loader" else draw.randrange(RANKS)
+        with tempfile.TemporaryDirectory() as folder:
+            _, codes, seconds = screens(place, where, Path(folder) / "run")
+        assert all(code != 0 for code in codes)
+        assert seconds < LIMIT_S
+        print(f"{number + 1}: {place} on rank {where}: exit codes {codes} within {seconds:.1f} s")
+    print(f"seed {seed}: {sys.argv[1]} runs, no hang")
