@@ -85,7 +85,7 @@ class Pipeline:
         self._replicas: Replicas | None = None
         self._replicated: Replicated | None = None
         self._step: tuple[int, ...] = (0,)
-        self._redirected: list[nn.Module] = []
+        self._forwards: dict[nn.Module, Any] = {}
         self._empty: list[Slot] = []
         lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
         if lazy:
@@ -143,8 +143,8 @@ class Pipeline:
             restore: Whether to bring all weights and optimizer state to rank 0's host memory, and
                 all others what they hold to theirs. Collective then.
         """
-        for module in self._redirected:
-            module.__dict__.pop("forward", None)
+        for module in list(self._forwards):
+            self._direct(module)
         if self._engine is not None:
             if restore:
                 self._engine.flush()
@@ -255,7 +255,7 @@ class Pipeline:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             settings, links = self._settings, self._links
             for layer in self._layers:
-                layer.__dict__.pop("forward", None)
+                self._direct(layer)
             partition = links.decide("partition", lambda: self._decide(value))
             self.partition = partition
             outside = outside_share(self._module, self._backbone)
@@ -337,8 +337,17 @@ class Pipeline:
             return None
 
     def _redirect(self, module: nn.Module, target: Callable[..., Any]) -> None:
+        # a forward of the instance's own: torch.compile sets one, and users do
+        previous = module.__dict__.get("forward")
+        self._forwards.setdefault(module, None if isinstance(previous, _Redirect) else previous)
         module.__dict__["forward"] = _Redirect(target)
-        self._redirected.append(module)
+
+    def _direct(self, module: nn.Module) -> None:
+        """Take a redirection back."""
+        module.__dict__.pop("forward", None)
+        original = self._forwards.pop(module, None)
+        if original is not None:
+            module.__dict__["forward"] = original
 
 
 class _Redirect:

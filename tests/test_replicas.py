@@ -277,6 +277,56 @@ def test_samplers_by_world_rank_are_refused(world: int, stages: int) -> None:
     run_ranks(sample, world, RightSampler, stages)
 
 
+def without_parameters(state: dict[str, Tensor], stages: int) -> dict[str, Tensor]:
+    module = Odd()
+    module.load_state_dict(state)
+    strategy: Any = GPipeStrategy(3, stages=2, balance=[5, 1]) if stages else DDPStrategy()
+    return train(module, **{**OPTIONS, "devices": dist.get_world_size(), "strategy": strategy})
+
+
+def test_a_stage_without_parameters() -> None:
+    state = initial("Odd")
+    expected = run_ranks(without_parameters, 2, state, 0)[0]
+    whole = run_ranks(without_parameters, 4, state, 2)[0]
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
+
+
+class Thawing(models.Module):
+    """Unfreezes layers in the middle of the training."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone[0].requires_grad_(False)
+        self.backbone[4].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.backbone[0].requires_grad_(batch_idx >= 2)
+        self.backbone[4].requires_grad_(batch_idx >= 3)
+
+
+def thaw(state: dict[str, Tensor], pipeline: bool) -> dict[str, Tensor]:
+    module = Thawing()
+    module.load_state_dict(state)
+    strategy: Any = GPipeStrategy(3, stages=2) if pipeline else "auto"
+    return train(
+        module,
+        max_steps=6,
+        devices=4 if pipeline else 1,
+        strategy=strategy,
+        use_distributed_sampler=False,  # DistributedDataParallel itself can't do it
+    )
+
+
+def test_layers_that_are_unfrozen_later() -> None:
+    torch.manual_seed(1)
+    state = Thawing().state_dict()
+    expected = run_ranks(thaw, 1, state, False)[0]
+    assert not torch.equal(expected["backbone.4.weight"], state["backbone.4.weight"])
+    for result in run_ranks(thaw, 4, state, True):
+        held = {name: tensor for name, tensor in result.items() if not tensor.is_meta}
+        torch.testing.assert_close(held, {n: expected[n] for n in held}, rtol=0, atol=1e-10)
+
+
 class Batches(IterableDataset[Any]):
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches

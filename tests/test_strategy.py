@@ -82,6 +82,34 @@ class Lbfgs(models.Module):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Prodigy(torch.optim.SGD):
+    """Stands in for the optimizer of this name, which isn't installed."""
+
+
+class Whole(models.Module):
+    def configure_optimizers(self) -> Any:
+        return Prodigy(self.parameters(), lr=1.0)
+
+
+class CompiledWhole(models.Module):
+    def build(self) -> None:
+        super().build()
+        self.backbone.compile(backend="eager")
+
+
+class CompiledWrapped(models.Module):
+    def build(self) -> None:
+        super().build()
+        self.backbone = torch.compile(self.backbone, backend="eager")
+
+
+class CompiledLayers(models.Module):
+    def build(self) -> None:
+        super().build()
+        layers = [torch.compile(layer, backend="eager") for layer in self.backbone]
+        self.backbone = nn.Sequential(*layers)
+
+
 class Penalty(models.Module):
     """An L1 term over weights that other stages hold."""
 
@@ -161,7 +189,11 @@ def refused(
             {},
             "2 processes can't be divided into pipelines of stages=3",
         ),
-        (Lbfgs, {}, {}, "LBFGS"),
+        (Lbfgs, {}, {}, "LBFGS needs all parameters of the model in one process"),
+        (Whole, {}, {}, "Prodigy needs all parameters"),
+        (CompiledWhole, {}, {}, "is compiled as a whole.*compile its layers"),
+        (CompiledWrapped, {}, {}, "is compiled as a whole.*compile its layers"),
+        (CompiledLayers, {"balance": "params"}, {}, "accepted"),
         (Lazy, {}, {}, "has no shape yet"),
         (models.Module, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
         (Penalty, {}, {}, "reads weights that other stages .* weight_decay"),
@@ -179,6 +211,13 @@ def test_refusals_name_the_remedy(
     except RankError as error:  # one rank may lose its peer before it gets to its own error
         messages = [str(error)]
     assert any(re.search(problem, message) for message in messages), messages
+
+
+def test_the_other_lightning_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Trainer refuses the strategy, and shows it."""
+    assert repr(GPipeStrategy(8, stages=2)) == "GPipeStrategy(chunks=8, stages=2)"
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
+    assert "for lightning.Trainer, not for pytorch_lightning.Trainer" in repr(GPipeStrategy(8))
 
 
 def test_fewer_layers_than_stages() -> None:
