@@ -36,6 +36,8 @@ class WholeFileIO(TorchCheckpointIO):
         temporary = f"{local}.{os.getpid()}.tmp"
         try:
             super().save_checkpoint(checkpoint, temporary, storage_options)
+            with open(temporary, "rb") as written:
+                os.fsync(written.fileno())
             os.replace(temporary, local)
         finally:
             with suppress(FileNotFoundError):
@@ -76,9 +78,11 @@ def read(load: Callable[[], Any], path: Any) -> dict[str, Any]:
     """
     try:
         checkpoint = load()
-    except FileNotFoundError:
+    except OSError:  # not the file's fault
         raise
     except Exception as error:
+        if "Unsupported global" in str(error):  # weights_only=True, with a remedy of its own
+            raise
         raise ValueError(
             f"The checkpoint {path} can't be read ({type(error).__name__}: {error}). It may be cut"
             " short by a full disk or a killed process, or be no checkpoint at all: resume from an"

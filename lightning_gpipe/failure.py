@@ -11,7 +11,7 @@ not do so by itself. ::
     rank 3: killed     ──  end  ──>
 
 If rank 0 goes, the connections to it end, and that is the verdict. If all ranks do nothing but wait
-for each other for a minute, they don't run the same step, and that is a failure, too.
+for each other for two minutes, they don't run the same step, and that is a failure, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -34,12 +35,14 @@ from typing import Any
 from torch.distributed import DistBackendError
 
 from lightning_gpipe.control import RemoteError
-from lightning_gpipe.stall import Stall, where
+from lightning_gpipe.forks import keep_from_children
+from lightning_gpipe.stall import Stall, frame_of, place_of
 
 EVENT_S = 0.5  # an error and its consequences arrive within this time
 GRACE_S = 5.0  # for a main thread to hear of the error
 CLEANUP_S = 60.0  # for its callbacks and loggers to end then
-STALL_S = 60.0  # for which all ranks must wait, and none work, to be taken for stuck
+EXIT_S = 10.0  # for the process to end after its main thread has
+STALL_S = 120.0  # for which all ranks must wait, and none work, to be taken for stuck
 _TICK_S = 1.0
 _NO_RANK = -1
 _TEXT = 4000  # characters of an error
@@ -89,8 +92,9 @@ class Watchdog:
         world_size: The number of processes.
         host: Where rank 0 can be reached.
         broadcast: Gives all processes rank 0's value; called once, in the constructor.
-        abort: Called in the thread when the run has failed: ends what the main thread waits for, as
-            far as that is possible.
+        abort: Called when the run has failed: ends what the main thread waits for, as far as that
+            is possible.
+        on_cpu: Whether the layers run on the CPU.
     """
 
     def __init__(
@@ -101,10 +105,13 @@ class Watchdog:
         host: str,
         broadcast: Callable[[Any], Any],
         abort: Callable[[], None],
+        on_cpu: bool,
     ) -> None:
         self.failure: Failure | None = None
         self._rank, self._stages, self._world_size = rank, stages, world_size
         self._abort = abort
+        self._main = threading.get_ident()
+        self._stall = Stall(self._main, on_cpu)
         self._candidates: list[Failure] = []
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._told: set[int] = set()
@@ -147,12 +154,14 @@ class Watchdog:
         self._thread.join(GRACE_S)
         if not self._thread.is_alive():
             self._loop.close()
+        if self.failure is not None:  # what is left of the process groups may block the exit
+            threading.Thread(target=_bound_exit, name="gpipe-exit", daemon=True).start()
 
     # ------------------------------------------------------------------ the thread
 
     async def _watch(self, server: socket.socket | None) -> None:
         if server is not None:
-            _forget_in_children(server)
+            keep_from_children(server)
             hub = await asyncio.start_server(self._serve, sock=server)
         else:
             hub = None
@@ -175,10 +184,11 @@ class Watchdog:
 
     async def _watch_main_thread(self) -> None:
         """Tell rank 0 when the main thread does nothing but wait, and when it goes on."""
-        stall, place = Stall(), ""
+        place = ""
         while True:
             await asyncio.sleep(_TICK_S)
-            was, place = place, where() if stall.seconds() >= STALL_S else ""
+            stalls = self._stall.seconds() >= STALL_S
+            was, place = place, place_of(self._main) if stalls else ""
             if bool(was) == bool(place):
                 continue
             if self._rank == 0:
@@ -191,10 +201,9 @@ class Watchdog:
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port)
         except OSError as error:
-            print(
-                f"[rank {self._rank}] Rank 0 can't be reached at {self._host}:{self._port}"
-                f" ({error}): errors of other ranks are noticed late.",
-                file=sys.stderr,
+            self._say(
+                f"Rank 0 can't be reached at {self._host}:{self._port} ({error}): errors of other"
+                " ranks are noticed late."
             )
             return
         self._writers[0] = writer
@@ -239,13 +248,16 @@ class Watchdog:
 
     async def _identify(self, messages: AsyncIterator[Any]) -> int | None:
         """The rank of a new connection; None if it isn't one of ours."""
-        async for what, value in messages:
-            ours = what == "hello" and value["token"] == self._token
-            return int(value["rank"]) if ours else None
+        with suppress(ValueError, KeyError, TypeError):
+            async for what, value in messages:
+                ours = what == "hello" and value["token"] == self._token
+                return int(value["rank"]) if ours else None
         return None
 
     async def _report(self, own: Failure) -> None:
         self._give(CLEANUP_S)
+        if self.failure is not None:
+            return
         if self._rank == 0:
             self._suspect(own)
         else:
@@ -277,6 +289,9 @@ class Watchdog:
         """Choose the first error, and tell it to all."""
         self._candidates.sort(key=lambda f: (f.is_consequence, f.text == _DIED))
         verdict = self._candidates[0]
+        if verdict.rank == _NO_RANK and len(self._stalled) < self._world_size:
+            self._candidates.clear()  # a rank went on after all
+            return
         for writer in self._writers.values():
             _send(writer, "verdict", **asdict(verdict))
         self._learn(verdict)
@@ -294,9 +309,9 @@ class Watchdog:
         if self.failure is not None or self._closing.is_set():
             return
         self.failure = failure
-        print(f"\n[rank {self._rank}] {failure}", file=sys.stderr, flush=True)
         if self._exit is None:
             self._give(GRACE_S)
+        self._say(f"{failure}")
         threading.Thread(target=self._abort, name="gpipe-abort", daemon=True).start()
 
     def _give(self, seconds: float) -> None:
@@ -306,15 +321,30 @@ class Watchdog:
         self._exit = self._loop.call_later(seconds, self._end, seconds)
 
     def _end(self, seconds: float) -> None:
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-        where = "".join(traceback.format_stack(main, limit=None)[-3:])
-        print(
-            f"[rank {self._rank}] The main thread did not end within {seconds:.0f} s of the failure"
-            f" and is ended. It was in\n{where}",
-            file=sys.stderr,
-            flush=True,
+        stack = "".join(traceback.format_stack(frame_of(self._main))[-3:])
+        self._say(
+            f"The main thread did not end within {seconds:.0f} s of the failure and is ended. It"
+            f" was in\n{stack}"
         )
         os._exit(1)
+
+    def _say(self, text: str) -> None:
+        """Print, unless the terminal is gone or doesn't read."""
+        line = f"\n[rank {self._rank}] {text}"
+        printing = threading.Thread(target=_print, args=(line,), name="gpipe-say", daemon=True)
+        printing.start()
+        printing.join(1.0)
+
+
+def _print(line: str) -> None:
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _bound_exit() -> None:
+    threading.main_thread().join()
+    time.sleep(EXIT_S)
+    os._exit(1)
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
@@ -342,29 +372,4 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
     for name, value in _PROBES:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    _forget_in_children(connection)
-
-
-_connections: set[Any] = set()
-
-
-def _forget_in_children(connection: Any) -> None:
-    """Let forked children, such as a loader's workers, not keep a connection open.
-
-    Else a killed process would seem to live as long as its children.
-    """
-    _connections.difference_update([c for c in _connections if c.fileno() < 0])
-    _connections.add(connection)
-
-
-def _drop_connections() -> None:
-    # not closed: the child's copies of the objects would close the number once more
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for connection in _connections:
-        if connection.fileno() >= 0:
-            os.dup2(nothing, connection.fileno())
-    os.close(nothing)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_connections)
+    keep_from_children(connection)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -92,12 +91,6 @@ class Links:
         dist.barrier(self.across.host)
         for group in self.groups:
             dist.destroy_process_group(group)
-
-    def abort(self) -> None:
-        """End what any thread waits for in these groups, where the backend can; gloo can't."""
-        for group in self.groups:
-            with suppress(Exception):  # the run has failed already, for another reason
-                group.abort()
 
     def channel(self, neighbour: int, lanes: tuple[dist.ProcessGroup, ...]) -> Channel | None:
         """The channel to a neighbouring stage over ``downs`` or ``ups``, if there is one."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,6 +23,7 @@ from lightning_gpipe.control import Control
 from lightning_gpipe.failure import Failure, Watchdog
 from lightning_gpipe.links import Links
 from lightning_gpipe.settings import Settings, check_choice
+from lightning_gpipe.signals import EndOnSigterm, Requeue
 
 _T = TypeVar("_T")
 StartMethod = Literal["popen", "spawn", "fork"]
@@ -52,6 +57,8 @@ class PipelineProcesses(ParallelStrategy):
         self._start_method = start_method
         self._links: Links | None = None
         self._watchdog: Watchdog | None = None
+        self._on_sigterm: EndOnSigterm | None = None
+        self._requeue: Requeue | None = None
 
     @property
     @override
@@ -129,9 +136,41 @@ class PipelineProcesses(ParallelStrategy):
         if self._watchdog is None and self.world_size > 1:
             host = self.cluster_environment.main_address
             place = self.global_rank, self.stages, self.world_size
-            self._watchdog = Watchdog(*place, host, self.broadcast, self._abort)
+            on_cpu = device.type == "cpu"
+            self._watchdog = Watchdog(*place, host, self.broadcast, self._abort, on_cpu)
         if self._links is None:
             self._links = self._connect(backend, device)
+        self._make_handlers()
+
+    def _make_handlers(self) -> None:
+        """Make what takes the place of Lightning's signal handlers."""
+        pass_on = self.launcher.kill if self.launcher is not None else lambda _: None
+        self._on_sigterm = EndOnSigterm(pass_on, lambda: self.is_interrupted)
+        environment = self.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
+
+    def _take_signals(self) -> None:
+        for handler in (self._on_sigterm, self._requeue):
+            if handler is not None:
+                handler.install()
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _take_signals
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Save and requeue between two steps, if SLURM has announced the end to any rank."""
+        requeue = self._requeue
+        if requeue is not None and self.reduce_boolean_decision(requeue.is_pending, all=False):
+            requeue.run()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell every rank of an error, whatever it came from."""
+        self.report(exception)
+        if isinstance(exception, SIGTERMException):
+            exception.code = 128 + signal.SIGTERM
+        super().on_exception(exception)
 
     def disconnect(self) -> None:
         """Leave the groups: with the others at the end of a run, at once after an error."""
@@ -150,7 +189,7 @@ class PipelineProcesses(ParallelStrategy):
         """
         if self._watchdog is None:
             return None
-        return self._watchdog.failure or self._watchdog.report(error)
+        return self._watchdog.report(error)
 
     @property
     def is_interrupted(self) -> bool:
@@ -163,8 +202,10 @@ class PipelineProcesses(ParallelStrategy):
         )
 
     def _abort(self) -> None:
-        if self._links is not None:
-            self._links.abort()
+        groups: list[Any] = self._links.groups if self._links is not None else []
+        for group in (dist.group.WORLD, *groups):
+            with suppress(Exception):  # the run has failed already, for another reason
+                group.abort()
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's place."""
@@ -195,16 +236,11 @@ class PipelineProcesses(ParallelStrategy):
         place = self.stage, tuple(pipelines[self.global_rank // stages])
         control = Control(*place, host, host if through_host else data, device)
         siblings = [[*world[stage::stages]] for stage in range(stages)]
-        across_host = across_data = host  # nothing to say with one replica
+        ties = [host]  # nothing to say with one replica
         if self.replicas > 1:
-            across_host, across_data = self._groups(siblings, ["gloo", backend])
-        across = Control(
-            self.global_rank // stages,
-            tuple(siblings[self.stage]),
-            across_host,
-            across_host if through_host else across_data,
-            device,
-        )
+            ties = self._groups(siblings, ["gloo"] if through_host else ["gloo", backend])
+        peers = tuple(siblings[self.stage])
+        across = Control(self.global_rank // stages, peers, ties[0], ties[-1], device)
         downs, ups = tuple(others[:lanes]), tuple(others[lanes:])
         return Links(*place, device, host, data, downs, ups, through_host, control, across)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -14,14 +15,14 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.optim import Optimizer
 
-WHOLE_MODEL_CALLBACKS = (
+_WHOLE_MODEL_CALLBACKS = (
     BaseFinetuning,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
-WHOLE_MODEL_OPTIMIZERS = {
+_WHOLE_MODEL_OPTIMIZERS = {
     "LBFGS",
     "SAM",
     "GSAM",
@@ -60,10 +61,15 @@ def refuse_callbacks(callbacks: Iterable[object]) -> None:
         ValueError: With what to do instead.
     """
     for callback in callbacks:
-        if isinstance(callback, WHOLE_MODEL_CALLBACKS):
+        if isinstance(callback, _WHOLE_MODEL_CALLBACKS):
             raise ValueError(
                 f"{type(callback).__name__} works on the weights of the whole model, which are"
                 " spread over the stages; this version can't do that: leave it out."
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ValueError(
+                "BatchSizeFinder runs out of memory on purpose, and an error on one stage ends all:"
+                " set the batch size by hand."
             )
 
 
@@ -75,7 +81,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if name in WHOLE_MODEL_OPTIMIZERS:
+        if name in _WHOLE_MODEL_OPTIMIZERS:
             raise ValueError(
                 f"{name} needs all parameters of the model in one process, and GPipeStrategy"
                 " spreads them over stages: use an optimizer that works parameter by parameter,"

@@ -81,6 +81,8 @@ class Replicas:
             self._make_reducer(wanted.union(self._parameters))
         self._is_expected = True
         self._used = {p for p in self._parameters if p.grad is not None}
+        for parameter in self._used:
+            refuse_sparse(parameter)
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._note)
             for p in self._parameters
@@ -96,6 +98,7 @@ class Replicas:
     def _note(self, parameter: Tensor) -> None:
         """Note that a parameter has a gradient; called before the reducer gives it one."""
         if isinstance(parameter, nn.Parameter) and parameter.grad is not None:
+            refuse_sparse(parameter)
             self._used.add(parameter)
 
     def finish(self) -> None:
@@ -168,6 +171,19 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
         return (None,) * len(ctx.needs_input_grad)
+
+
+def refuse_sparse(parameter: Tensor) -> None:
+    """Refuse a gradient that can't be summed.
+
+    Raises:
+        RuntimeError: With what to do instead.
+    """
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        raise RuntimeError(
+            f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which can't be"
+            " summed over processes: build its nn.Embedding with sparse=False."
+        )
 
 
 def share_over_replicas(slots: Sequence[Slot], links: Links) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpipe.links import Links
-from lightning_gpipe.replicas import average_over_replicas
+from lightning_gpipe.replicas import average_over_replicas, refuse_sparse
 from lightning_gpipe.state import Slot
 
 
@@ -38,9 +38,14 @@ class Replicated:
         self._outside = [slot for slot in buffers if slot.is_outside]
         self._shared = [slot for slot in buffers if not slot.is_outside]
         self._versions = [slot.tensor._version for slot in self._shared]
-        self._own = [slot for slot in own if not slot.is_parameter] if broadcast_buffers else []
-        self._over_replicas = broadcast_buffers and links.replicas > 1
         self._links = links
+        #: buffers, the group over which they become equal, and the rank whose values they get
+        self._broadcasts: list[tuple[list[Slot], dist.ProcessGroup, int]] = []
+        if links.stages > 1:
+            self._broadcasts.append((self._outside, links.data, links.ranks[0]))
+        if links.replicas > 1 and broadcast_buffers:
+            held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
+            self._broadcasts.append((held, links.across.data, links.across.ranks[0]))
         self._summed: dict[nn.Parameter, Tensor] = {}
         self._aside: dict[nn.Parameter, Tensor] = {}
 
@@ -63,15 +68,10 @@ class Replicated:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
-        slots = [*self._outside, *(self._own if self._over_replicas else [])]
-        buffers = [slot.tensor for slot in slots]
-        outside = {id(slot.tensor) for slot in self._outside}
-        for dtype in dict.fromkeys(b.dtype for b in buffers if b.is_floating_point()):
-            same = [b for b in buffers if b.dtype == dtype]
-            if links.stages > 1:
-                self._broadcast([b for b in same if id(b) in outside], links.data, links.ranks[0])
-            if self._over_replicas:
-                self._broadcast(same, links.across.data, links.across.ranks[0])
+        for slots, group, source in self._broadcasts:
+            buffers = [slot.tensor for slot in slots if slot.tensor.is_floating_point()]
+            for dtype in dict.fromkeys(b.dtype for b in buffers):
+                self._broadcast([b for b in buffers if b.dtype == dtype], group, source)
 
     def _synchronize_gradients(self) -> None:
         links = self._links
@@ -104,14 +104,9 @@ class Replicated:
 
     def _sum(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
+            refuse_sparse(parameter)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"A parameter of shape {tuple(parameter.shape)} outside the backbone has a"
-                    " sparse gradient, which can't be summed over the stages: build its"
-                    " nn.Embedding with sparse=False."
-                )
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = self._to_wire(gradients)
         if self._links.stages > 1:
@@ -120,10 +115,9 @@ class Replicated:
         self._from_wire(flat, gradients)
 
     def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
-        if buffers:
-            flat = self._to_wire(buffers)
-            dist.broadcast(flat, source, group)
-            self._from_wire(flat, buffers)
+        flat = self._to_wire(buffers)
+        dist.broadcast(flat, source, group)
+        self._from_wire(flat, buffers)
 
     def _to_wire(self, tensors: list[Tensor]) -> Tensor:
         flat = torch.cat([t.reshape(-1) for t in tensors])

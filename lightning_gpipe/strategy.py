@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -18,7 +18,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -36,7 +35,6 @@ from lightning_gpipe.processes import PipelineProcesses, StartMethod
 from lightning_gpipe.replicas import ReplicaOptions
 from lightning_gpipe.schedule import Checkpoint
 from lightning_gpipe.settings import Settings
-from lightning_gpipe.signals import EndOnSigterm
 from lightning_gpipe.state import materialize
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -140,7 +138,6 @@ class GPipeStrategy(PipelineProcesses):
         self._metrics: dict[Metric, tuple[Callable[[], bool], Any]] = {}
         self._evaluations = 0
         self._accumulating = False
-        self._on_sigterm: EndOnSigterm | None = None
 
     def __repr__(self) -> str:
         chosen = (
@@ -169,7 +166,6 @@ class GPipeStrategy(PipelineProcesses):
                 "The strategy was set up before its processes: use it through a Trainer."
             )
         self.accelerator.setup(trainer)
-        self._on_sigterm = EndOnSigterm(self.launcher.kill if self.launcher else lambda _: None)
         callbacks: list[Any] = vars(trainer)["callbacks"]  # Lightning doesn't declare it
         refusals.refuse_module(self.lightning_module, self._layer_sync)
         refusals.refuse_callbacks(callbacks)
@@ -196,12 +192,16 @@ class GPipeStrategy(PipelineProcesses):
         self._precision = PipelinePrecision(
             self.precision_plugin, self._pipeline.owner, self._links
         )
-        if self.replicas == 1:  # nothing to sync: every stage sees the same values
+        self._adopt_metrics(self.lightning_module, self._links.across.data)
+
+    def _adopt_metrics(self, lightning_module: pl.LightningModule, group: Any) -> None:
+        """Let metrics be reduced over replicas alone: the stages of one see the same values."""
+        if self.replicas == 1:
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        for module in self.lightning_module.modules():
+        for module in lightning_module.modules():
             if isinstance(module, Metric):
                 self._metrics[module] = module.distributed_available_fn, module.process_group
-                module.process_group = self._links.across.data
+                module.process_group = group
                 if self.replicas == 1:
                     module.distributed_available_fn = _not_distributed
 
@@ -223,7 +223,7 @@ class GPipeStrategy(PipelineProcesses):
             output = super().training_step(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor) and loss.is_meta:
-                raise self._meta_error()
+                raise self._meta_error(None)
         return output
 
     @override
@@ -257,14 +257,14 @@ class GPipeStrategy(PipelineProcesses):
 
     def _explained(self, error: Exception) -> Exception:
         known = isinstance(error, RemoteError) or error.__cause__ is not None
-        if isinstance(error, RuntimeError) and not known and "meta" in str(error):
-            error = self._meta_error()
+        if isinstance(error, RuntimeError) and not known and re.search(r"\bmeta\b", str(error)):
+            error = self._meta_error(error)
         first = self.report(error)
         if first is None or first.rank == self.global_rank or first.text in str(error):
             return error
         return RemoteError(str(first))
 
-    def _meta_error(self) -> RuntimeError:
+    def _meta_error(self, error: Exception | None) -> RuntimeError:
         results = self._trainer()._results
         if results is not None:
             results.clear()  # a logged meta tensor would raise in Lightning's teardown, over this
@@ -273,6 +273,7 @@ class GPipeStrategy(PipelineProcesses):
             " stages hold and that are on the meta device here, for example in an L1 or L2 term"
             " over self.parameters(). Use the optimizer's weight_decay for such a term, or compute"
             " it from the weights outside the backbone."
+            f"{f' ({error})' if error is not None else ''}"
         )
 
     def _begin_evaluation(self) -> None:
@@ -332,35 +333,46 @@ class GPipeStrategy(PipelineProcesses):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state dict on rank 0; the same keys elsewhere. Collective."""
-        if self._pipeline is None:
+        if self._pipeline is None or self._cannot_gather:
             return super().lightning_module_state_dict()
-        self._check_running()
         return self._pipeline.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state dict on rank 0; this stage's part elsewhere. Collective."""
-        if self._pipeline is None:
+        if self._pipeline is None or self._cannot_gather:
             return super().optimizer_state(optimizer)
-        self._check_running()
         return self._pipeline.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
-    def _check_running(self) -> None:
-        if self.is_interrupted:
-            raise RuntimeError(
-                "No checkpoint can be saved after an exception: the other stages, which hold parts"
-                " of the model, may be gone. The last checkpoint is the one saved before."
-            )
+    @property
+    def _cannot_gather(self) -> bool:
+        """Whether other stages hold parts of the model, and nobody can be waited for."""
+        return self.is_interrupted and self.stages > 1
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint on rank 0, with a record of how it was trained."""
+        """Write a checkpoint on rank 0, with a record of how it was trained.
+
+        After an exception none is written, so that the error isn't hidden by one of its own.
+        """
+        if self._cannot_gather:
+            rank_zero_warn(
+                f"{filepath} is not saved, because the run has failed: the other stages, which hold"
+                " parts of the model, may be gone. The last checkpoint is the one saved before."
+            )
+            return
         checkpoint[files.RECORD] = files.record(
             self.chunks, self.stages, self.replicas, self.partition
         )
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint on rank 0, unless the one to take its place isn't written."""
+        if not self._cannot_gather:
+            super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(
@@ -394,20 +406,6 @@ class GPipeStrategy(PipelineProcesses):
         self._pipeline.adopt_optimizers()
 
     # ------------------------------------------------------------------ the end
-
-    def _end_on_sigterm(self) -> None:
-        if self._on_sigterm is not None:
-            self._on_sigterm.install()
-
-    on_train_start = on_validation_start = on_test_start = on_predict_start = _end_on_sigterm
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell every rank of an error, whatever it came from."""
-        self.report(exception)
-        if isinstance(exception, SIGTERMException):
-            exception.code = 128 + signal.SIGTERM
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

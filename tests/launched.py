@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -12,7 +13,7 @@ from lightning_gpipe import GPipeStrategy
 from tests.models import Around
 
 
-def main(start_method: str, nodes: int, out: str) -> None:
+def main(start_method: str, nodes: int, out: str, epochs: int = 1) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(5)
     module = Around()
@@ -22,7 +23,8 @@ def main(start_method: str, nodes: int, out: str) -> None:
         devices=2 // nodes,
         num_nodes=nodes,
         strategy=strategy,
-        max_epochs=1,
+        max_epochs=epochs,
+        default_root_dir=Path(out).parent,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -33,4 +35,4 @@ def main(start_method: str, nodes: int, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

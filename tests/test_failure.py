@@ -11,15 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests import failing
+from lightning_gpipe import GPipeStrategy, failure
+from tests import failing, models
 from tests.ranks import start_ranks
+from tests.training import train
 
 RANKS = 4
 LIMIT_S = 15.0  # from the failure to the end of the last process
@@ -89,6 +93,52 @@ def test_a_collective_call_on_one_rank_alone(tmp_path: Path) -> None:
 def test_a_signal_to_each_stage(where: str, message: str, tmp_path: Path) -> None:
     for rank in range(RANKS):
         check(where, rank, message, tmp_path)
+
+
+def uneven(stages: int) -> None:
+    """Replicas with different numbers of batches: one stops, the other waits for its gradients."""
+    warnings.simplefilter("ignore")
+    failure.STALL_S = 3.0
+
+    class Uneven(models.Module):
+        def train_dataloader(self) -> Any:
+            replica = self.trainer.distributed_sampler_kwargs["rank"]
+            x = torch.zeros(8 * (3 + replica), models.WIDTH, dtype=torch.float64)
+            return DataLoader(TensorDataset(x, x), batch_size=8)
+
+    train(
+        Uneven(),
+        max_epochs=1,
+        devices=2 * stages,
+        strategy=GPipeStrategy(2, stages=stages),
+        use_distributed_sampler=False,
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_replicas_with_different_numbers_of_batches(stages: int, tmp_path: Path) -> None:
+    processes = start_ranks(uneven, 2 * stages, tmp_path, stages)
+    for process in processes:
+        process.join(40)
+        assert process.exitcode not in (0, None)
+    for rank in range(2 * stages):
+        screen = (tmp_path / str(rank)).read_text()
+        assert "All ranks have been waiting for each other" in screen, screen
+
+
+def without_a_terminal(folder: Path) -> None:
+    """What is printed can't be: the reader of the screen is gone, as after `| head`."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(reader)
+    os.close(writer)
+    failing.run("kill", 1, 2, str(folder))
+
+
+def test_a_broken_terminal(tmp_path: Path) -> None:
+    for process in start_ranks(without_a_terminal, 2, tmp_path, tmp_path):
+        process.join(40)
+        assert process.exitcode not in (0, None)
 
 
 def by_the_launcher(where: str, rank: int) -> subprocess.Popen[str]:

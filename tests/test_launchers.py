@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,42 @@ def commands(launcher: str, out: Path) -> list[tuple[list[str], dict[str, str]]]
         )
         for task in range(2)
     ]
+
+
+def test_slurm_announces_the_end(tmp_path: Path) -> None:
+    """Its signal comes to every task in the middle of a step; they save together, after it."""
+    processes = [
+        subprocess.Popen(
+            [*command, "1000000"],
+            env=environment(**variables),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, variables in commands("SLURM", tmp_path / "weights")
+    ]
+    saved = tmp_path / "hpc_ckpt_1.ckpt"
+    screen = ""
+    try:
+        for line in processes[0].stdout or ():
+            screen += line
+            if "Expected bubble" in line:
+                break
+        time.sleep(1)
+        for process in processes:
+            process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + 30
+        while not saved.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(1)
+        assert [process.poll() for process in processes] == [None, None], screen
+        state = torch.load(saved, weights_only=True)["state_dict"]
+        assert list(state) == list(Around().state_dict())
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture(scope="module")
