@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import re
 import secrets
@@ -48,6 +49,7 @@ _NO_RANK = -1
 _TEXT = 4000  # characters of an error
 _PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|by peer", re.IGNORECASE)
+_ORPHAN = "the process that started it is gone"
 _DIED = "its process died, as when it is killed or the machine is out of memory"
 
 
@@ -68,14 +70,14 @@ class Failure:
     is_consequence: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, stage: int) -> Failure:
+    def of(cls, error: BaseException, rank: int, stages: int) -> Failure:
         """The failure that an exception on this rank is."""
         lost = isinstance(error, (RemoteError, DistBackendError)) or (
             isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
         )
         name = type(error).__name__
         text = f"{name}: {error}" if str(error) else name
-        return cls(rank, stage, text[:_TEXT], lost)
+        return cls(rank, rank % stages, text[:_TEXT], lost)
 
     def __str__(self) -> str:
         if self.rank == _NO_RANK:
@@ -142,7 +144,7 @@ class Watchdog:
         Returns:
             The first failure of the run, which may be another process's.
         """
-        own = Failure.of(error, self._rank, self._rank % self._stages)
+        own = Failure.of(error, self._rank, self._stages)
         # too late: the thread is gone, or who should answer is
         with suppress(RuntimeError, FutureTimeoutError):
             asyncio.run_coroutine_threadsafe(self._report(own), self._loop).result(GRACE_S)
@@ -187,6 +189,9 @@ class Watchdog:
         place = ""
         while True:
             await asyncio.sleep(_TICK_S)
+            launcher = multiprocessing.parent_process()
+            if launcher is not None and not launcher.is_alive():
+                self._tell(Failure(self._rank, self._rank % self._stages, _ORPHAN))
             stalls = self._stall.seconds() >= STALL_S
             was, place = place, place_of(self._main) if stalls else ""
             if bool(was) == bool(place):
@@ -258,12 +263,17 @@ class Watchdog:
         self._give(CLEANUP_S)
         if self.failure is not None:
             return
+        if self._rank:
+            await self._connected.wait()
+        self._tell(own)
+        await self._all_told.wait()
+
+    def _tell(self, own: Failure) -> None:
+        """Let rank 0 know of a failure here."""
         if self._rank == 0:
             self._suspect(own)
-        else:
-            await self._connected.wait()
+        elif 0 in self._writers:
             _send(self._writers[0], "failed", **asdict(own))
-        await self._all_told.wait()
 
     def _note_stall(self, rank: int, place: str) -> None:
         """Note on rank 0 where a rank waits; nowhere: it goes on."""
@@ -275,7 +285,8 @@ class Watchdog:
             text = (
                 f"All ranks have been waiting for each other for {STALL_S:.0f} s, so they don't run"
                 f" the same step: {waits}. Call the model, the Trainer and collectives on every"
-                " rank alike, never under `if rank == 0`."
+                " rank alike, never under `if rank == 0`, and give all replicas the same number of"
+                " batches."
             )
             self._suspect(Failure(_NO_RANK, _NO_RANK, text))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
@@ -21,11 +22,29 @@ from typing_extensions import override
 from lightning_gpipe import _lightning
 from lightning_gpipe.control import Control
 from lightning_gpipe.failure import Failure, Watchdog
+from lightning_gpipe.launcher import MultiProcessingLauncher
 from lightning_gpipe.links import Links
 from lightning_gpipe.settings import Settings, check_choice
 from lightning_gpipe.signals import EndOnSigterm, Requeue
 
 _T = TypeVar("_T")
+
+
+class ReportFirst(Callback):
+    """Tells all ranks of an exception before the user's callbacks take their time over it.
+
+    Args:
+        report: Tells them.
+    """
+
+    def __init__(self, report: Callable[[BaseException], object]) -> None:
+        self._report = report
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._report(exception)
+
+
 StartMethod = Literal["popen", "spawn", "fork"]
 
 
@@ -113,9 +132,7 @@ class PipelineProcesses(ParallelStrategy):
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            self._launcher = _lightning.MultiProcessingLauncher(
-                self, start_method=self._start_method
-            )
+            self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -143,7 +160,10 @@ class PipelineProcesses(ParallelStrategy):
         self._make_handlers()
 
     def _make_handlers(self) -> None:
-        """Make what takes the place of Lightning's signal handlers."""
+        """Make what takes the place of Lightning's signal handlers, and hears of errors first."""
+        callbacks = self._callbacks
+        if not any(isinstance(callback, ReportFirst) for callback in callbacks):
+            callbacks.insert(0, ReportFirst(self.report))
         pass_on = self.launcher.kill if self.launcher is not None else lambda _: None
         self._on_sigterm = EndOnSigterm(pass_on, lambda: self.is_interrupted)
         environment = self.cluster_environment
@@ -170,6 +190,8 @@ class PipelineProcesses(ParallelStrategy):
         self.report(exception)
         if isinstance(exception, SIGTERMException):
             exception.code = 128 + signal.SIGTERM
+        if isinstance(self.launcher, MultiProcessingLauncher) and self._links is None:
+            self.launcher.kill(signal.SIGTERM)  # in the process that only waits for the others
         super().on_exception(exception)
 
     def disconnect(self) -> None:
@@ -177,6 +199,8 @@ class PipelineProcesses(ParallelStrategy):
         if self._links is not None and not self.is_interrupted:
             self._links.close()
         self._links = None
+        callbacks = self._callbacks
+        callbacks[:] = [c for c in callbacks if not isinstance(c, ReportFirst)]
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -190,6 +214,13 @@ class PipelineProcesses(ParallelStrategy):
         if self._watchdog is None:
             return None
         return self._watchdog.report(error)
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        """The Trainer's."""
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        return vars(trainer)["callbacks"] if trainer is not None else []  # it doesn't declare them
 
     @property
     def is_interrupted(self) -> bool:

@@ -17,6 +17,7 @@ _TORCH = Path(torch.__file__).parent
 _DISTRIBUTED = str(_TORCH / "distributed")
 _WAITING = _DISTRIBUTED, boundary.__file__, control.__file__
 _BACKWARD = str(_TORCH / "autograd" / "graph.py")
+_OTHERS = {"lightning", "lightning_utilities", "torchmetrics"}
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").parent) for module in (torch, threading, boundary)
 )
@@ -66,7 +67,7 @@ def place_of(thread: int) -> str:
         name, code = frame.f_code.co_filename, frame.f_code
         if not inner and not name.startswith(_DISTRIBUTED):
             inner = getattr(code, "co_qualname", code.co_name)  # Python 3.11
-        if not name.startswith(_LIBRARIES) and "lightning" not in Path(name).parts:
+        if not name.startswith(_LIBRARIES) and _OTHERS.isdisjoint(Path(name).parts):
             return f"{name}:{frame.f_lineno} ({code.co_name}), in {inner}"
         frame = frame.f_back
     return inner

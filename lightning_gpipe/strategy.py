@@ -166,9 +166,8 @@ class GPipeStrategy(PipelineProcesses):
                 "The strategy was set up before its processes: use it through a Trainer."
             )
         self.accelerator.setup(trainer)
-        callbacks: list[Any] = vars(trainer)["callbacks"]  # Lightning doesn't declare it
         refusals.refuse_module(self.lightning_module, self._layer_sync)
-        refusals.refuse_callbacks(callbacks)
+        refusals.refuse_callbacks(self._callbacks)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(

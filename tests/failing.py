@@ -111,7 +111,7 @@ class Callback(L.Callback):
             module.backbone(torch.zeros(4, 6))
 
 
-def run(where: str, rank: int, ranks: int, folder: str) -> None:
+def run(where: str, rank: int, ranks: int, folder: str, start: Any = "popen") -> None:
     """Train until it fails."""
     warnings.simplefilter("ignore")
     failure.STALL_S = 3.0
@@ -122,7 +122,7 @@ def run(where: str, rank: int, ranks: int, folder: str) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=GPipeStrategy(4, balance="params"),
+        strategy=GPipeStrategy(4, balance="params", start_method=start),
         max_steps=10**6,
         logger=False,
         enable_checkpointing=where == "save",
@@ -141,8 +141,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--where", choices=(*PLACES, *SIGNALS, "exit", "sleep", "alone"), default="step"
     )
+    parser.add_argument("--start", default="popen")
     parser.add_argument("--folder", default="checkpoints")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    run(arguments.where, arguments.rank, arguments.ranks, arguments.folder)
+    run(*(getattr(arguments, name) for name in ("where", "rank", "ranks", "folder", "start")))
     sys.exit(0)

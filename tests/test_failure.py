@@ -141,9 +141,10 @@ def test_a_broken_terminal(tmp_path: Path) -> None:
         assert process.exitcode not in (0, None)
 
 
-def by_the_launcher(where: str, rank: int) -> subprocess.Popen[str]:
+def by_the_launcher(where: str, rank: int, start: str = "popen") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.failing", "--rank", str(rank), "--where", where]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.failing", "--rank", str(rank), "--where", where],
+        [*command, "--start", start],
         env={
             **{k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")},
             "OMP_NUM_THREADS": "1",
@@ -205,6 +206,15 @@ def test_signals_from_outside(signals: signal.Signals, to: int | None, message: 
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_an_error_in_a_forked_process() -> None:
+    """Lightning handles errors in the process that waits for the others, not in these."""
+    process = by_the_launcher("callback", 1, "fork")
+    screen = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    for rank in range(RANKS):
+        assert f"[rank {rank}] Rank 1 (stage 1) failed: Broken: broken in callback" in screen
 
 
 def is_alive(process: int) -> bool:
