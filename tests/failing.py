@@ -113,6 +113,7 @@ class Callback(L.Callback):
 
 def run(where: str, rank: int, ranks: int, folder: str, start: Any = "popen") -> None:
     """Train until it fails."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     warnings.simplefilter("ignore")
     failure.STALL_S = 3.0
     module = Failing(where, rank)
