@@ -79,6 +79,15 @@ class Failure:
         text = f"{name}: {error}" if str(error) else name
         return cls(rank, rank % stages, text[:_TEXT], lost)
 
+    def plausibility(self) -> int:
+        """How little likely this is the cause of what happened at the same time.
+
+        A launcher sends SIGTERM to all other processes when it sees that one died.
+        """
+        if self.is_consequence:
+            return 3
+        return 2 if self.text.startswith("SIGTERM") else int(self.text == _DIED)
+
     def __str__(self) -> str:
         if self.rank == _NO_RANK:
             return self.text
@@ -298,7 +307,7 @@ class Watchdog:
 
     def _decide(self) -> None:
         """Choose the first error, and tell it to all."""
-        self._candidates.sort(key=lambda f: (f.is_consequence, f.text == _DIED))
+        self._candidates.sort(key=Failure.plausibility)
         verdict = self._candidates[0]
         if verdict.rank == _NO_RANK and len(self._stalled) < self._world_size:
             self._candidates.clear()  # a rank went on after all

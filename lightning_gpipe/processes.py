@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_gpipe import _lightning
 from lightning_gpipe.control import Control
 from lightning_gpipe.failure import Failure, Watchdog
-from lightning_gpipe.launcher import MultiProcessingLauncher
+from lightning_gpipe.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.links import Links
 from lightning_gpipe.settings import Settings, check_choice
 from lightning_gpipe.signals import EndOnSigterm, Requeue
@@ -112,6 +112,11 @@ class PipelineProcesses(ParallelStrategy):
         return self.global_rank % self.stages
 
     @property
+    def is_last(self) -> bool:
+        """Whether this process runs the last layers."""
+        return self.stage == self.stages - 1
+
+    @property
     def is_distributed(self) -> bool:
         """Whether data is shared out between replicas, in Lightning's sense of the word."""
         return self.replicas > 1
@@ -128,7 +133,7 @@ class PipelineProcesses(ParallelStrategy):
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
         if self._start_method == "popen":
-            self._launcher = _lightning.ScriptLauncher(
+            self._launcher = ScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpipe import GPipeStrategy, failure
+from lightning_gpipe import GPipeStrategy, failure, launcher
 from tests import failing, models
 from tests.ranks import start_ranks
 from tests.training import train
@@ -215,6 +215,27 @@ def test_an_error_in_a_forked_process() -> None:
     assert process.returncode != 0
     for rank in range(RANKS):
         assert f"[rank {rank}] Rank 1 (stage 1) failed: Broken: broken in callback" in screen
+
+
+def test_a_forked_process_that_dies() -> None:
+    """The launcher sends SIGTERM to the others at once, which isn't why the run ended."""
+    process = by_the_launcher("kill", 2, "fork")
+    screen = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    for rank in (0, 1, 3):
+        assert f"[rank {rank}] Rank 2 (stage 2) failed: its process died" in screen
+
+
+def test_a_failed_child_is_not_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning kills all processes as soon as it sees one, before they can tell why."""
+    monkeypatch.setattr(launcher, "PATIENCE_S", 1.0)
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
+        child = launcher.PatientlySeen(process)
+        process.wait()
+        assert (child.poll(), child.returncode) == (None, None)
+        time.sleep(1.1)
+        assert (child.poll(), child.returncode) == (3, 3)
+        assert child.pid == process.pid
 
 
 def is_alive(process: int) -> bool:
