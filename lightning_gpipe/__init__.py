@@ -10,10 +10,11 @@ Importing this package registers the strategy under the name ``"gpipe"``, so tha
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gpipe.blocks import Blocks
 from lightning_gpipe.strategy import GPipeStrategy
 
 __version__ = "0.1.0"
-__all__ = ["GPipeStrategy", "__version__"]
+__all__ = ["Blocks", "GPipeStrategy", "__version__"]
 
 if "gpipe" not in StrategyRegistry:
     StrategyRegistry.register(

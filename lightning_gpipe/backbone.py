@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from lightning_gpipe.blocks import Blocks
+
 #: Share of the parameters, and of the operations where they are known, that singles out one of
 #: several candidates.
 CLEAR_SHARE = 0.8
@@ -18,8 +20,9 @@ def find_backbone(
 
     Args:
         module: The user's module.
-        name: Dotted name given by the user; ``None``: take the only outermost ``nn.Sequential`` of
-            two or more layers, or the one that holds 80 % of the parameters and of the operations.
+        name: Dotted name given by the user; ``None``: take the only :class:`Blocks`, the only
+            outermost ``nn.Sequential`` of two or more layers, or the one that holds 80 % of the
+            parameters and of the operations.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
     Raises:
@@ -31,9 +34,11 @@ def find_backbone(
     if not candidates:
         raise ValueError(
             f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
-            " layers, which it can cut into stages. Build the model's body as an nn.Sequential, for"
-            " example `self.backbone = nn.Sequential(*blocks)`, and call it in the step."
+            f" layers, which it can cut into stages. {_advice(module)}"
         )
+    marked = [key for key, body in candidates.items() if isinstance(body, Blocks)]
+    if len(marked) == 1:
+        return marked[0]
     if len(candidates) == 1:
         return next(iter(candidates))
     total = sum(p.numel() for p in module.parameters()) or 1
@@ -77,7 +82,7 @@ def _checked(module: nn.Module, name: str) -> str:
     if not _is_sequential(body):
         raise ValueError(
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
-            " nn.Sequential that keeps nn.Sequential.forward."
+            " nn.Sequential that keeps nn.Sequential.forward, or lightning_gpipe.Blocks."
         )
     return name
 
@@ -92,7 +97,29 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return isinstance(module, Blocks) or (
+        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    )
+
+
+def _advice(module: nn.Module) -> str:
+    """How to give a module a backbone."""
+    lists = (
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) > 1
+    )
+    name = next(lists, None)
+    if name is None:
+        return (
+            "Build the model's body as an nn.Sequential, for example `self.backbone ="
+            " nn.Sequential(*blocks)`, and call it in the step."
+        )
+    return (
+        f"Its nn.ModuleList '{name}' may become one: `self.{name} ="
+        f" lightning_gpipe.Blocks(self.{name})`, if the model calls its blocks one after another"
+        " with the same extra arguments."
+    )
 
 
 def refuse_compiled(backbone: nn.Module, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_gpipe.blocks import RunLayer
 from lightning_gpipe.microbatch import Tree
 
 CostFunction: TypeAlias = Callable[[nn.Module, Any], float]
@@ -25,7 +26,7 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
     return [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
 
 
-def flop_costs(layers: Sequence[nn.Module], sample: Any) -> list[float]:
+def flop_costs(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -> list[float]:
     """Floating-point operations of each layer's forward.
 
     Matrix products, convolutions and attention count their operations, everything else one
@@ -33,27 +34,30 @@ def flop_costs(layers: Sequence[nn.Module], sample: Any) -> list[float]:
 
     Args:
         layers: The layers, on any device; nothing is computed and no memory used.
+        run_layer: Runs one of them.
         sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
 
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
     """
+    costs, before = [], 0
+    with FlopCounterMode(display=False) as counter:
+        for _, _, output in _walk(layers, run_layer, sample):
+            total = counter.get_total_flops()
+            elements = sum(t.numel() for t in Tree.of(output, "A layer's output").tensors())
+            costs.append(float(total - before + elements))
+            before = total
+    return costs
 
-    def flops(layer: nn.Module, value: Any) -> float:
-        with FlopCounterMode(display=False) as counter:
-            output = _run_on_meta(layer, value)
-        return float(counter.get_total_flops()) + sum(
-            t.numel() for t in Tree.of(output, "A layer's output").tensors()
-        )
 
-    return function_costs(layers, sample, flops)
-
-
-def function_costs(layers: Sequence[nn.Module], sample: Any, cost: CostFunction) -> list[float]:
+def function_costs(
+    layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any, cost: CostFunction
+) -> list[float]:
     """Cost of each layer by a function.
 
     Args:
         layers: The layers.
+        run_layer: Runs one of them.
         sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
         cost: Called with a layer and its input, whose tensors are on the meta device: shapes and
             types, no values.
@@ -61,17 +65,7 @@ def function_costs(layers: Sequence[nn.Module], sample: Any, cost: CostFunction)
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
     """
-    tree = Tree.of(sample, "The backbone's input")
-    value = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
-    costs = []
-    generator_state = torch.get_rng_state()
-    try:
-        for layer in layers:
-            costs.append(float(cost(layer, value)))
-            value = _run_on_meta(layer, value)
-    finally:
-        torch.set_rng_state(generator_state)
-    return costs
+    return [float(cost(layer, value)) for layer, value, _ in _walk(layers, run_layer, sample)]
 
 
 def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
@@ -82,8 +76,9 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
     """
     tree = Tree.of(sample, "example_input_array")
     arguments = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
+    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
     with FlopCounterMode(module, display=False) as counter:
-        _run_on_meta(module, *(arguments if isinstance(arguments, tuple) else (arguments,)))
+        _run_on_meta(module, lambda _, forward, given: forward(*given), 0, arguments)
     root = type(module).__name__
     counts = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
     flops = {
@@ -94,13 +89,34 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
     return {**flops, "": counts.get("Global", 0.0)}
 
 
-def _run_on_meta(module: nn.Module, *arguments: Any) -> Any:
+def _walk(
+    layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any
+) -> Iterator[tuple[nn.Module, Any, Any]]:
+    """Run layers on the meta device; yields each with its input and its output."""
+    tree = Tree.of(sample, "The backbone's input")
+    value = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
+    generator_state = torch.get_rng_state()
+    try:
+        for index, layer in enumerate(layers):
+            output = _run_on_meta(layer, run_layer, index, value)
+            yield layer, value, output
+            value = output
+    finally:
+        torch.set_rng_state(generator_state)
+
+
+def _run_on_meta(module: nn.Module, run_layer: RunLayer, index: int, value: Any) -> Any:
+    """Run a layer with tensors on the meta device."""
     tensors = {
         name: _on_meta(t) for name, t in (*module.named_parameters(), *module.named_buffers())
     }
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(module, tensors, args, kwargs)
+
     try:
         with torch.no_grad():
-            return functional_call(module, tensors, arguments)
+            return run_layer(index, forward, value)
     except Exception as error:
         raise UntraceableLayer(
             f"{type(module).__name__} can't run on the meta device, without data"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_gpipe import _lightning
 from lightning_gpipe.control import Control, RemoteError
 
 
@@ -39,8 +40,13 @@ class PipelineLoader:
         if control.stage == 0:
             yield from self._read(control)
             return
+        seen = self._seen
+        if seen is not None:
+            seen.clear()
         while True:
-            what, value, generators = control.broadcast("batch", None, source=0)
+            what, value, indices, generators = control.broadcast("batch", None, source=0)
+            if seen is not None:
+                seen.extend(indices)
             if what == "end":
                 _set_generators(generators)
                 return
@@ -60,7 +66,14 @@ class PipelineLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._loader, name, value)
 
+    @property
+    def _seen(self) -> list[Any] | None:
+        """The indices of the samples read, where Lightning keeps them for prediction writers."""
+        sampler = getattr(self._loader, "batch_sampler", None)
+        return _lightning.seen_indices(sampler)
+
     def _read(self, control: Control) -> Iterator[Any]:
+        sent = 0
         try:
             batches = iter(self._loader)
             while True:
@@ -68,14 +81,16 @@ class PipelineLoader:
                     batch = next(batches)
                 except StopIteration:
                     break
-                control.broadcast("batch", ("batch", batch, _generators()), source=0)
+                indices = (self._seen or [])[sent:]
+                sent += len(indices)
+                control.broadcast("batch", ("batch", batch, indices, _generators()), source=0)
                 yield batch
         except Exception as error:
             control.broadcast(
-                "batch", ("error", f"{type(error).__name__}: {error}", None), source=0
+                "batch", ("error", f"{type(error).__name__}: {error}", [], None), source=0
             )
             raise
-        control.broadcast("batch", ("end", None, _generators()), source=0)
+        control.broadcast("batch", ("end", None, [], _generators()), source=0)
 
 
 def _generators() -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_gpipe.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.blocks import Blocks, runner
 from lightning_gpipe.cost import (
     UntraceableLayer,
     flop_costs,
@@ -52,6 +53,7 @@ class Pipeline:
         replica_options: How replicas communicate.
         devices: The name of every stage's device, for the table.
         optimizers: Returns the optimizers.
+        on_cut: Called when the module has been cut. Collective over all ranks.
         inform: Prints a text on rank 0.
         warn: Warns on rank 0.
 
@@ -68,6 +70,7 @@ class Pipeline:
         replica_options: ReplicaOptions,
         devices: Sequence[str],
         optimizers: Callable[[], Sequence[Optimizer]],
+        on_cut: Callable[[Partition], object],
         inform: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> None:
@@ -79,7 +82,7 @@ class Pipeline:
         self._replica_options = replica_options
         self._devices = devices
         self._optimizers = optimizers
-        self._inform, self._warn = inform, warn
+        self._on_cut, self._inform, self._warn = on_cut, inform, warn
         self._skeleton: Skeleton | None = None
         self._engine: Engine | None = None
         self._replicas: Replicas | None = None
@@ -93,20 +96,22 @@ class Pipeline:
                 f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer"
                 " does."
             )
-        self._name = find_backbone(module, settings.backbone, self._known_flops())
-        self._backbone = module.get_submodule(self._name)
-        refuse_compiled(self._backbone, self._name)
+        self.backbone = find_backbone(module, settings.backbone, self._known_flops())
+        self._backbone = module.get_submodule(self.backbone)
+        refuse_compiled(self._backbone, self.backbone)
         self._layers = layers_of(self._backbone)
+        self._run_layer = runner(self._backbone)
         if len(self._layers) < links.stages:
             raise ValueError(
-                f"The backbone '{self._name}' has {len(self._layers)} layers, fewer than"
+                f"The backbone '{self.backbone}' has {len(self._layers)} layers, fewer than"
                 f" {links.stages} stages: use at most {len(self._layers)} devices, or split it into"
                 " more layers."
             )
         if settings.sizes is not None:
-            _check_sizes(settings.sizes, len(self._layers), links.stages, self._name)
+            _check_sizes(settings.sizes, len(self._layers), links.stages, self.backbone)
         self._seed = links.decide("seed", torch.initial_seed)
-        self._redirect(self._backbone, self._forward)
+        is_blocks = isinstance(self._backbone, Blocks)
+        self._redirect(self._backbone, self._forward_blocks if is_blocks else self._forward)
         for layer in self._layers:
             self._redirect(layer, _not_alone)
 
@@ -114,8 +119,8 @@ class Pipeline:
 
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
-        share_outside(self._module, self._backbone, self._links)
         links = self._links
+        share_outside(self._module, self._backbone, links, links.device)
         whole = links.decide(
             "state", lambda: not any(p.is_meta for p in self._backbone.parameters())
         )
@@ -216,6 +221,9 @@ class Pipeline:
             raise RuntimeError("The backbone was not cut.")
         return self._engine.forward(input)
 
+    def _forward_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(Blocks.pack(*args, **kwargs))
+
     # ------------------------------------------------------------------ state
 
     def owner(self, parameter: Tensor) -> int | None:
@@ -223,10 +231,11 @@ class Pipeline:
         return self._skeleton.owner(parameter) if self._skeleton is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.Skeleton.state_dict`; only replica 0's is whole."""
+        """See :meth:`lightning_gpipe.state.Skeleton.gather`; only replica 0's is whole."""
+        state: dict[str, Any] = self._module.state_dict()
         if self._skeleton is None or self._links.replica:
-            return self._module.state_dict()
-        return self._skeleton.state_dict()
+            return state
+        return self._skeleton.gather(state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`."""
@@ -261,7 +270,7 @@ class Pipeline:
             outside = outside_share(self._module, self._backbone)
             table = partition_table(
                 partition,
-                self._name,
+                self.backbone,
                 self._layers,
                 self._devices,
                 self._chunks,
@@ -273,11 +282,11 @@ class Pipeline:
             self._warn_of_time_first()
             if outside > OUTSIDE_LIMIT and links.stages > 1:
                 self._warn(
-                    f"{outside:.0%} of the parameters are outside the backbone '{self._name}'."
+                    f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
                     " Every stage holds and computes them: move what you can into the backbone, or"
                     " name another one with GPipeStrategy(backbone=...)."
                 )
-            skeleton = Skeleton(self._module, self._name, partition, links.control, links.device)
+            skeleton = Skeleton(self._module, self.backbone, partition, links.control, links.device)
             skeleton.cut()
             share_over_replicas([*skeleton.own, *skeleton.shared], links)
             self._skeleton = skeleton
@@ -288,7 +297,10 @@ class Pipeline:
                 if layer not in here:
                     self._redirect(layer, _not_alone)
             stage = Stage(
-                {i: self._layers[i] for i in own}, links.device, settings.deferred_batch_norm
+                {i: self._layers[i] for i in own},
+                self._run_layer,
+                links.device,
+                settings.deferred_batch_norm,
             )
             self._engine = Engine(stage, links, self._chunks, settings.checkpoint, self._seed)
             self._engine.begin_step(*self._step)
@@ -297,12 +309,13 @@ class Pipeline:
             self._replicated = Replicated(
                 skeleton.replicated, skeleton.own, links, options.broadcast_buffers
             )
+            self._on_cut(partition)
 
     def _warn_of_time_first(self) -> None:
         for name, module in self._backbone.named_modules():
             if getattr(module, "batch_first", True) is False:
                 self._warn(
-                    f"'{self._name}.{name}' ({type(module).__name__}) has batch_first=False, but"
+                    f"'{self.backbone}.{name}' ({type(module).__name__}) has batch_first=False, but"
                     " micro-batches are cut along dimension 0: it must be the batch, or the layer"
                     " sees slices of time. Build it with batch_first=True."
                 )
@@ -315,7 +328,7 @@ class Pipeline:
         costs, unit = parameter_costs(self._layers), "params"
         if balance == "flops":
             try:
-                costs, unit = flop_costs(self._layers, value), "flops"
+                costs, unit = flop_costs(self._layers, self._run_layer, value), "flops"
             except UntraceableLayer as error:
                 self._warn(
                     "Layers are balanced by parameters: their operations can't be counted, because"
@@ -323,7 +336,7 @@ class Pipeline:
                     " this."
                 )
         elif callable(balance):
-            costs, unit = function_costs(self._layers, value, balance), "cost"
+            costs, unit = function_costs(self._layers, self._run_layer, value, balance), "cost"
         return Partition(cut(costs, stages), tuple(costs), unit)
 
     def _known_flops(self) -> dict[str, float] | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,10 @@ class PipelinePrecision:
             self._scaler.__dict__.pop("_unscale_grads_", None)
 
 
-def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> Tensor:
-    """The 2-norm of the gradients of a whole model's parameters. Collective over the pipeline.
+def gradient_norm(
+    parameters: Sequence[Tensor], owner: Owner, links: Links, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of the gradients of a whole model's parameters. Collective over the pipeline.
 
     The norm of each parameter's gradient goes to every stage, and all reduce them in the same
     order, so the result is the same bit for bit whatever the number of stages. Parameters that
@@ -58,10 +59,13 @@ def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> T
             without gradient.
         owner: Tells the stage that holds a parameter; None: all do.
         links: The process groups.
+        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
     Returns:
         A scalar on this stage's device.
     """
+    if not parameters:
+        return torch.zeros((), device=links.device)
     dtypes = [p.dtype for p in parameters]
     dtype = torch.float32
     for other in dtypes:
@@ -69,24 +73,34 @@ def gradient_norm(parameters: Sequence[Tensor], owner: Owner, links: Links) -> T
     norms = torch.zeros(len(parameters), dtype=dtype, device=links.device)
     for i, parameter in enumerate(parameters):
         if parameter.grad is not None and (owner(parameter) or 0) == links.stage:
-            norms[i] = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
+            norms[i] = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
     if links.stages > 1:
         wire = norms.cpu() if links.through_host else norms
         dist.all_reduce(wire, dist.ReduceOp.SUM, links.data)
         norms = wire.to(links.device)
-    total: Tensor = torch.linalg.vector_norm(norms)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
+
+
+def scale_to_norm(parameters: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their norm is at most ``max_norm``.
+
+    Args:
+        parameters: The parameters.
+        total: The norm that they have.
+        max_norm: The norm that they may have.
+    """
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
 
 
 def _clip_by_norm(
     plugin: Precision, owner: Owner, links: Links, optimizer: Optimizer, clip_val: float
 ) -> None:
-    parameters: list[Any] = list(plugin.main_params(optimizer))
-    total = gradient_norm(parameters, owner, links)
-    scale = (clip_val / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    parameters = list(plugin.main_params(optimizer))
+    scale_to_norm(parameters, gradient_norm(parameters, owner, links), clip_val)
 
 
 def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:

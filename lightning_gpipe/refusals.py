@@ -6,21 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     BatchSizeFinder,
     ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch import nn
 from torch.optim import Optimizer
 
-_WHOLE_MODEL_CALLBACKS = (
-    BaseFinetuning,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
 _WHOLE_MODEL_OPTIMIZERS = {
     "LBFGS",
@@ -61,10 +52,10 @@ def refuse_callbacks(callbacks: Iterable[object]) -> None:
         ValueError: With what to do instead.
     """
     for callback in callbacks:
-        if isinstance(callback, _WHOLE_MODEL_CALLBACKS):
+        if isinstance(callback, ModelPruning):
             raise ValueError(
-                f"{type(callback).__name__} works on the weights of the whole model, which are"
-                " spread over the stages; this version can't do that: leave it out."
+                "ModelPruning replaces parameters and ranks the weights of the whole model, which"
+                " are spread over the stages: prune the trained model with torch.nn.utils.prune."
             )
         if isinstance(callback, BatchSizeFinder):
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_gpipe.cost import Balance
 from lightning_gpipe.schedule import CHECKPOINT_MODES, Checkpoint
@@ -37,6 +37,14 @@ class Settings:
         if isinstance(self.balance, Sequence) and not isinstance(self.balance, str):
             return tuple(self.balance)
         return None
+
+    def for_loggers(self) -> dict[str, Any]:
+        """What was chosen, beside the numbers of stages and micro-batches."""
+        return {
+            "balance": getattr(self.balance, "__qualname__", self.balance),
+            "checkpoint": self.checkpoint,
+            "deferred_batch_norm": self.deferred_batch_norm,
+        }
 
 
 def _check_count(name: str, value: object) -> None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from lightning_gpipe import layout
 from lightning_gpipe.batchnorm import DeferredBatchNorm
+from lightning_gpipe.blocks import RunLayer
 from lightning_gpipe.microbatch import Tree
 
 
@@ -100,14 +101,20 @@ class Stage:
 
     Args:
         layers: The layers by their index in the backbone, in order.
+        run_layer: Runs one of them.
         device: Where they are.
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
     """
 
     def __init__(
-        self, layers: Mapping[int, nn.Module], device: torch.device, deferred_batch_norm: bool
+        self,
+        layers: Mapping[int, nn.Module],
+        run_layer: RunLayer,
+        device: torch.device,
+        deferred_batch_norm: bool,
     ) -> None:
         self.layers = dict(layers)
+        self._run_layer = run_layer
         self.device = device
         unique = {
             id(module): module for layer in self.layers.values() for module in layer.modules()
@@ -247,7 +254,7 @@ class Stage:
         for index, layer in self.layers.items():
             self._seed(*setting.key, m, index)
             try:
-                value = layer(value)
+                value = self._run_layer(index, layer, value)
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(

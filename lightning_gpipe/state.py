@@ -161,14 +161,16 @@ class Skeleton:
                     if self._control.stage == 0:
                         slot.replace(value)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The module's state dict. Collective.
+    def gather(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Make the module's state dict whole. Collective.
+
+        Args:
+            state: The module's own on this stage.
 
         Returns:
             On the first stage the whole module's, on others the same keys with meta tensors for
             what isn't there.
         """
-        state: dict[str, Any] = self._module.state_dict()
         slots = {name: slot for slot in self.slots for name in slot.names}
         gathered: dict[str, Any] = {}
         for key, value in state.items():
@@ -261,15 +263,18 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
-def share_outside(module: nn.Module, backbone: nn.Module, links: Links) -> None:
-    """Move what is outside the backbone to the device, with rank 0's values. Collective.
+def share_outside(
+    module: nn.Module, backbone: nn.Module, links: Links, device: torch.device
+) -> None:
+    """Move what is outside the backbone to a device, with rank 0's values. Collective.
 
     Args:
         module: The user's module.
         backbone: The part of it that is cut.
         links: The process groups.
+        device: Where to.
     """
-    outside_to(module, backbone, links.device)
+    outside_to(module, backbone, device)
     with torch.no_grad():
         tensors = list(_outside_tensors(module, backbone).values())
         values = links.decide("state", lambda: [tensor.data for tensor in tensors])

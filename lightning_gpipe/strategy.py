@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,24 +22,25 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gpipe import _lightning, refusals
 from lightning_gpipe import checkpoint as files
-from lightning_gpipe import refusals
 from lightning_gpipe.control import RemoteError
 from lightning_gpipe.cost import Balance
 from lightning_gpipe.data import PipelineLoader
 from lightning_gpipe.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
-from lightning_gpipe.precision import PipelinePrecision
-from lightning_gpipe.processes import PipelineProcesses, StartMethod
+from lightning_gpipe.precision import PipelinePrecision, gradient_norm, scale_to_norm
+from lightning_gpipe.processes import StartMethod
 from lightning_gpipe.replicas import ReplicaOptions
+from lightning_gpipe.saving import PipelineState
 from lightning_gpipe.schedule import Checkpoint
 from lightning_gpipe.settings import Settings
-from lightning_gpipe.state import materialize
+from lightning_gpipe.shadow import Shadow
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class GPipeStrategy(PipelineProcesses):
+class GPipeStrategy(PipelineState):
     """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
 
     The module's steps call an ``nn.Sequential``, the *backbone*. Its layers are cut into K stages,
@@ -132,9 +132,9 @@ class GPipeStrategy(PipelineProcesses):
             ddp_comm_state,
             ddp_comm_wrapper,
         )
-        self._pipeline: Pipeline | None = None
-        self._partition: Partition | None = None
         self._precision: PipelinePrecision | None = None
+        self._shadows: list[Shadow] = []
+        self._run = ExitStack()  # what the end of a run undoes
         self._metrics: dict[Metric, tuple[Callable[[], bool], Any]] = {}
         self._evaluations = 0
         self._accumulating = False
@@ -147,17 +147,7 @@ class GPipeStrategy(PipelineProcesses):
             return chosen
         return f"{chosen}, which is for lightning.Trainer, not for pytorch_lightning.Trainer"
 
-    @property
-    def partition(self) -> Partition | None:
-        """Which layers each stage has; None until the module is cut, by the first step."""
-        return self._pipeline.partition if self._pipeline is not None else self._partition
-
     # ------------------------------------------------------------------ the module
-
-    @override
-    def setup_environment(self) -> None:
-        self._checkpoint_io = files.with_whole_files(self._checkpoint_io)
-        super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -168,6 +158,8 @@ class GPipeStrategy(PipelineProcesses):
         self.accelerator.setup(trainer)
         refusals.refuse_module(self.lightning_module, self._layer_sync)
         refusals.refuse_callbacks(self._callbacks)
+        self._run.enter_context(_lightning.parameters_by_identity(self._callbacks))
+        _lightning.count_replicas(self._callbacks, self.replicas, self.stages)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(
@@ -178,9 +170,14 @@ class GPipeStrategy(PipelineProcesses):
             self._replica_options,
             devices=[str(self._device_of(rank)) for rank in self._links.ranks],
             optimizers=lambda: self.optimizers,
+            on_cut=self._on_cut,
             inform=rank_zero_info,
             warn=rank_zero_warn,
         )
+        self._shadows = [
+            Shadow(copy, f"{prefix}{self._pipeline.backbone}", self._links, self._can_gather)
+            for copy, prefix in _lightning.averages(self._callbacks)
+        ]
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
@@ -192,6 +189,21 @@ class GPipeStrategy(PipelineProcesses):
             self.precision_plugin, self._pipeline.owner, self._links
         )
         self._adopt_metrics(self.lightning_module, self._links.across.data)
+
+    def _on_cut(self, partition: Partition) -> None:
+        """Cut what callbacks have copied, and let loggers know what is trained how."""
+        for shadow in self._shadows:
+            shadow.cut(partition)
+        trainer = self._trainer()
+        if self.is_global_zero and trainer.enable_autolog_hparams:
+            settings = {
+                **files.record(self.chunks, self.stages, self.replicas, partition),
+                "backbone": self._active_pipeline().backbone,
+                **self._settings.for_loggers(),
+            }
+            for logger in trainer.loggers:
+                known = getattr(logger, "hparams", {})  # TensorBoard shows what it gets last
+                logger.log_hyperparams({**known, "gpipe": settings})
 
     def _adopt_metrics(self, lightning_module: pl.LightningModule, group: Any) -> None:
         """Let metrics be reduced over replicas alone: the stages of one see the same values."""
@@ -327,88 +339,63 @@ class GPipeStrategy(PipelineProcesses):
             return dataloader
         return PipelineLoader(dataloader, self._links.control)
 
-    # ------------------------------------------------------------------ state
+    # ------------------------------------------------------------------ gradients
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state dict on rank 0; the same keys elsewhere. Collective."""
-        if self._pipeline is None or self._cannot_gather:
-            return super().lightning_module_state_dict()
-        return self._pipeline.state_dict()
+    def grad_norm(self, parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients over all stages. Collective over the pipeline.
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state dict on rank 0; this stage's part elsewhere. Collective."""
-        if self._pipeline is None or self._cannot_gather:
-            return super().optimizer_state(optimizer)
-        return self._pipeline.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
+        Args:
+            parameters: Those of the whole model or a part of it, as ``module.parameters()`` gives
+                them, the same on every stage.
+            norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
-    @property
-    def _cannot_gather(self) -> bool:
-        """Whether other stages hold parts of the model, and nobody can be waited for."""
-        return self.is_interrupted and self.stages > 1
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint on rank 0, with a record of how it was trained.
-
-        After an exception none is written, so that the error isn't hidden by one of its own.
+        Returns:
+            A scalar, the same on every stage and for every number of stages. What has no gradient
+            counts as zero.
         """
-        if self._cannot_gather:
-            rank_zero_warn(
-                f"{filepath} is not saved, because the run has failed: the other stages, which hold"
-                " parts of the model, may be gone. The last checkpoint is the one saved before."
+        if self._links is None:
+            raise RuntimeError("The pipeline is not set up: call this in a step or a hook.")
+        owner = self._active_pipeline().owner
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return gradient_norm(listed, owner, self._links, norm_type)
+
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does, over all stages. Collective over them.
+
+        Args:
+            parameters: As for :meth:`grad_norm`.
+            max_norm: The norm that the gradients have at most then.
+            norm_type: p of the p-norm.
+            error_if_nonfinite: Whether a norm that is infinite or no number is an error.
+
+        Returns:
+            The norm before, a scalar.
+
+        Raises:
+            RuntimeError: If the norm isn't finite, and that is an error.
+        """
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        total = self.grad_norm(listed, norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"The norm of the gradients is {total.item()}, so they can't be clipped: look for"
+                " the first step with an infinite loss, or give error_if_nonfinite=False."
             )
-            return
-        checkpoint[files.RECORD] = files.record(
-            self.chunks, self.stages, self.replicas, self.partition
-        )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint on rank 0, unless the one to take its place isn't written."""
-        if not self._cannot_gather:
-            super().remove_checkpoint(filepath)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint, on every rank."""
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        checkpoint = files.read(read, checkpoint_path)
-        difference = files.difference(checkpoint, self.chunks)
-        if difference is not None and self._trainer().state.fn == TrainerFn.FITTING:
-            rank_zero_warn(difference)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole module's weights; what this stage doesn't hold stays on meta."""
-        if self._pipeline is None and self.lightning_module is not None:
-            materialize(self.lightning_module)  # what an earlier run left
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
-            super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this stage's part of the optimizers' state."""
-        if self._pipeline is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(self._pipeline.own_optimizer_state(optimizer, state))
-        self._pipeline.adopt_optimizers()
+        scale_to_norm(listed, total, max_norm)
+        return total
 
     # ------------------------------------------------------------------ the end
 
     @override
     def teardown(self) -> None:
         """Give the user the whole module back on rank 0, in host memory, but after an error."""
+        self._run.close()
         self._partition, pipeline = self.partition, self._pipeline
         self._pipeline = None
         if self._precision is not None:
@@ -416,6 +403,9 @@ class GPipeStrategy(PipelineProcesses):
             self._precision = None
         if pipeline is not None:
             pipeline.close(restore=not self.is_interrupted)
+        for shadow in self._shadows:
+            shadow.close(restore=not self.is_interrupted)
+        self._shadows = []
         self.disconnect()
         for metric, (available, group) in self._metrics.items():
             metric.distributed_available_fn, metric.process_group = available, group
@@ -426,11 +416,6 @@ class GPipeStrategy(PipelineProcesses):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _trainer(self) -> pl.Trainer:
-        if self.lightning_module is None:
-            raise RuntimeError("The strategy has no module: use it through a Trainer.")
-        return self.lightning_module.trainer
 
     def _active_pipeline(self) -> Pipeline:
         if self._pipeline is None:

@@ -33,6 +33,7 @@ def test_the_core_does_not_import_lightning() -> None:
         "processes.py",
         "precision.py",
         "refusals.py",
+        "saving.py",
         "checkpoint.py",
         "signals.py",
         "data.py",
