@@ -9,9 +9,23 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     ModelPruning,
 )
+from lightning.pytorch.plugins import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 from torch import nn
 from torch.optim import Optimizer
 
+_OTHER_PRECISIONS = (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
 _WHOLE_MODEL_OPTIMIZERS = {
     "LBFGS",
@@ -42,6 +56,41 @@ def refuse_module(module: nn.Module, layer_sync: object | None) -> None:
             "sync_batchnorm=True (or SyncBatchNorm) can't be used with GPipeStrategy: micro-batches"
             " are normalised by themselves, and deferred_batch_norm=True keeps the running"
             " statistics of the whole mini-batch. Leave it out."
+        )
+
+
+def refuse_precision(plugin: object) -> None:
+    """Refuse precision plugins that are made for another strategy, or replace layers.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    if isinstance(plugin, _OTHER_PRECISIONS):
+        raise ValueError(
+            f"{type(plugin).__name__} isn't for GPipeStrategy: choose Trainer(precision=...) among"
+            " '64-true', '32-true', '16-true', 'bf16-true', '16-mixed' and 'bf16-mixed'."
+        )
+
+
+def refuse_logging(module: nn.Module, loggers: Iterable[object]) -> None:
+    """Refuse loggers that read the whole model in one process.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    for name, part in module.named_modules():
+        watched = getattr(part, "_wandb_hook_names", ())
+        if any(hook.startswith("parameters/") for hook in watched):
+            raise ValueError(
+                f"wandb.watch logs the parameters of '{name}' on rank 0, and other stages hold some"
+                " of them: give it log='gradients', which logs those of the first stage."
+            )
+    traces = (getattr(logger, "_log_graph", False) for logger in loggers)
+    if any(traces) and getattr(module, "example_input_array", None) is not None:
+        raise ValueError(
+            "TensorBoardLogger(log_graph=True) traces the whole model in one process, and it is"
+            " spread over stages: log the graph before the Trainer runs, with"
+            " logger.log_graph(module) on rank 0."
         )
 
 

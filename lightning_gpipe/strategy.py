@@ -157,6 +157,8 @@ class GPipeStrategy(PipelineState):
             )
         self.accelerator.setup(trainer)
         refusals.refuse_module(self.lightning_module, self._layer_sync)
+        refusals.refuse_precision(self.precision_plugin)
+        refusals.refuse_logging(self.lightning_module, trainer.loggers)
         refusals.refuse_callbacks(self._callbacks)
         self._run.enter_context(_lightning.parameters_by_identity(self._callbacks))
         _lightning.count_replicas(self._callbacks, self.replicas, self.stages)

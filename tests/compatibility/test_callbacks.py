@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
-from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check
+from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check, logged
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
@@ -137,11 +137,7 @@ def logging(*callbacks: cb.Callback) -> Any:
 
 def columns(run: L.Trainer, module: Any, folder: Path) -> list[str]:
     """What was logged; the numbers are times and loads."""
-    return (folder / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
-
-
-def rows(run: L.Trainer, module: Any, folder: Path) -> list[str]:
-    return (folder / "logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    return sorted({name for row in logged(run, module, folder) for name in row})
 
 
 def bars(run: L.Trainer, module: Any, folder: Path) -> Any:
@@ -224,7 +220,11 @@ ROWS: Rows = {
         Rate,
         also=lambda run, module, folder: module.lr,
     ),
-    "LearningRateMonitor": Row(logging(cb.LearningRateMonitor("step")), Rate, also=rows),
+    "LearningRateMonitor": Row(
+        logging(cb.LearningRateMonitor("step")),
+        Rate,
+        also=logged,
+    ),
     "ModelCheckpoint": Row(saving(monitor="val_loss", save_top_k=2, save_last=True), also=saved),
     "ModelPruning": Refused(
         "ModelPruning replaces parameters", {"callbacks": [cb.ModelPruning("l1_unstructured")]}

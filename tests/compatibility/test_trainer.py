@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check
+from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check, logged
 from tests.ranks import run_ranks
 from tests.training import train
 
@@ -59,10 +59,6 @@ def _two_nodes() -> Any:
 
 def saved(run: L.Trainer, module: Any, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.ckpt"))
-
-
-def logged(run: L.Trainer, module: Any, folder: Path) -> list[str]:
-    return (folder / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
 
 
 def csv(folder: Path) -> dict[str, Any]:
