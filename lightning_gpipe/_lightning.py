@@ -5,8 +5,9 @@ Checked against Lightning 2.6.0 and 2.6.6; a test imports every name with the in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -19,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    ModelSummary,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
@@ -53,6 +55,26 @@ def averages(callbacks: Iterable[object]) -> list[tuple[nn.Module, str]]:
             if copy is not None:
                 found.append((copy, "module." if is_wrapped else ""))
     return found
+
+
+@contextmanager
+def summaries_in(
+    callbacks: Iterable[object], context: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let summaries of the model be made inside a context."""
+    summaries = [callback for callback in callbacks if isinstance(callback, ModelSummary)]
+
+    def make(original: Callable[..., Any], *args: Any) -> Any:
+        with context():
+            return original(*args)
+
+    for callback in summaries:
+        callback.__dict__["_summary"] = partial(make, callback._summary)
+    try:
+        yield
+    finally:
+        for callback in summaries:
+            del callback.__dict__["_summary"]
 
 
 def seen_indices(batch_sampler: object) -> list[Any] | None:
@@ -129,4 +151,5 @@ __all__ = [
     "reduce",
     "reset_seed",
     "seen_indices",
+    "summaries_in",
 ]

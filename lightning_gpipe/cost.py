@@ -74,11 +74,10 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
     Raises:
         UntraceableLayer: If the forward needs the values of its input.
     """
-    tree = Tree.of(sample, "example_input_array")
-    arguments = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
-    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
+    named = sample if isinstance(sample, dict) else {}
+    listed = sample if isinstance(sample, (tuple, list)) else () if named else (sample,)
     with FlopCounterMode(module, display=False) as counter:
-        _run_on_meta(module, lambda _, forward, given: forward(*given), 0, arguments)
+        run_on_meta(module, *listed, **named)
     root = type(module).__name__
     counts = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
     flops = {
@@ -87,6 +86,17 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
         if name not in ("Global", root)
     }
     return {**flops, "": counts.get("Global", 0.0)}
+
+
+def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module on the meta device, where nothing is computed and no memory used.
+
+    Raises:
+        UntraceableLayer: If it needs the values of its input.
+    """
+    tree = Tree.of((args, kwargs), "The example")
+    value = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
+    return _run_on_meta(module, lambda _, forward, given: forward(*given[0], **given[1]), 0, value)
 
 
 def _walk(

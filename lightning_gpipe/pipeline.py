@@ -214,6 +214,20 @@ class Pipeline:
             self._replicas.finish()
             self._replicated.synchronize()
 
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Let the backbone and its layers be called as without a pipeline."""
+        redirections = {module: module.__dict__["forward"] for module in self._forwards}
+        originals = dict(self._forwards)
+        for module in redirections:
+            self._direct(module)
+        try:
+            yield
+        finally:
+            for module, redirection in redirections.items():
+                module.__dict__["forward"] = redirection
+            self._forwards = originals
+
     def _forward(self, input: Any) -> Any:  # named as nn.Sequential's
         if self._engine is None:
             self._cut(input)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -36,6 +37,7 @@ from lightning_gpipe.saving import PipelineState
 from lightning_gpipe.schedule import Checkpoint
 from lightning_gpipe.settings import Settings
 from lightning_gpipe.shadow import Shadow
+from lightning_gpipe.summary import forward_on_meta
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -176,6 +178,10 @@ class GPipeStrategy(PipelineState):
             inform=rank_zero_info,
             warn=rank_zero_warn,
         )
+        summarizing = partial(
+            forward_on_meta, self.lightning_module, self._pipeline.as_written, rank_zero_warn
+        )
+        self._run.enter_context(_lightning.summaries_in(self._callbacks, summarizing))
         self._shadows = [
             Shadow(copy, f"{prefix}{self._pipeline.backbone}", self._links, self._can_gather)
             for copy, prefix in _lightning.averages(self._callbacks)

@@ -44,6 +44,12 @@ class Rate(Module):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class Example(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(2, 6, dtype=torch.float64)
+
+
 class Flops(Module):
     flops_per_batch = 1000
     batch_size = 6
@@ -85,8 +91,7 @@ class Summary(cb.ModelSummary):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
         summary = self._summary(trainer, pl_module)
-        pl_module.counts["parameters"] = summary.total_parameters
-        pl_module.counts["trainable"] = summary.trainable_parameters
+        pl_module.counts["summary"] = str(summary)
 
 
 class RichSummary(cb.RichModelSummary, Summary):
@@ -229,10 +234,10 @@ ROWS: Rows = {
     "ModelPruning": Refused(
         "ModelPruning replaces parameters", {"callbacks": [cb.ModelPruning("l1_unstructured")]}
     ),
-    "ModelSummary": Row({"callbacks": [Summary()]}),
+    "ModelSummary": Row({"callbacks": [Summary(2)]}, Example),
     "OnExceptionCheckpoint": Shown(exception),
     "ProgressBar": Row({"enable_progress_bar": True}, also=bars),
-    "RichModelSummary": Row({"callbacks": [RichSummary()]}),
+    "RichModelSummary": Row({"callbacks": [RichSummary(2)]}, Example),
     "RichProgressBar": Row(
         {"enable_progress_bar": True, "callbacks": [cb.RichProgressBar()]}, also=bars
     ),

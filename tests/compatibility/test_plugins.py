@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import (
+    KubeflowEnvironment,
     LightningEnvironment,
+    LSFEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
@@ -77,26 +80,39 @@ class OwnCluster(LightningEnvironment):
         return True
 
 
-def cluster(environment: type, **variables: str) -> Shown:
-    """A cluster environment, with the variables that it reads; ``{rank}`` is this process's."""
+def cluster(environment: type, nodes: int = 1, **variables: str) -> Shown:
+    """A cluster environment of two processes.
+
+    Args:
+        environment: The plugin.
+        nodes: On how many nodes.
+        variables: Those of the environment that it reads; ``{rank}`` is this process's.
+    """
 
     def test(folder: Path) -> None:
+        (folder / "hosts").write_text("\n".join(["launch", *[socket.gethostname()] * 2]))
         L.seed_everything(5, verbose=False)
         plain = train(Module(), max_epochs=1)
-        found = run_ranks(_in_cluster, 2, environment, variables)[0]
+        found = run_ranks(_in_cluster, 2, environment, nodes, str(folder), variables)[0]
         torch.testing.assert_close(found, plain, atol=1e-10, rtol=0)
 
     return Shown(test)
 
 
-def _in_cluster(environment: Any, variables: dict[str, str]) -> Any:
+def _in_cluster(environment: Any, nodes: int, folder: str, variables: dict[str, str]) -> Any:
     before = dict(os.environ)
-    rank = os.environ["LOCAL_RANK"]
-    os.environ.update({name: value.format(rank=rank) for name, value in variables.items()})
+    place = {"rank": before["LOCAL_RANK"], "folder": folder}
+    os.environ.update({name: value.format(**place) for name, value in variables.items()})
     try:
         L.seed_everything(5, verbose=False)
-        strategy = GPipeStrategy(3)
-        return train(Module(), max_epochs=1, devices=2, strategy=strategy, plugins=[environment()])
+        return train(
+            Module(),
+            max_epochs=1,
+            devices=2 // nodes,
+            num_nodes=nodes,
+            strategy=GPipeStrategy(3, stages=2),
+            plugins=[environment()],
+        )
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -148,6 +164,15 @@ ROWS: Rows = {
     "DoublePrecision": Row({"plugins": [pg.DoublePrecision()]}),
     "FSDPPrecision": Refused("FSDPPrecision", {"plugins": [pg.FSDPPrecision("bf16-mixed")]}),
     "HalfPrecision": Row({"plugins": [pg.HalfPrecision("bf16-true")]}, Half, atol=0.02),
+    "KubeflowEnvironment": cluster(KubeflowEnvironment, nodes=2, RANK="{rank}"),
+    "LSFEnvironment": cluster(
+        LSFEnvironment,
+        LSB_JOBID="7",
+        LSB_DJOB_RANKFILE="{folder}/hosts",
+        JSM_NAMESPACE_LOCAL_RANK="{rank}",
+        JSM_NAMESPACE_RANK="{rank}",
+        JSM_NAMESPACE_SIZE="2",
+    ),
     "LayerSync": Refused("SyncBatchNorm", {"plugins": [pg.TorchSyncBatchNorm()]}),
     "LightningEnvironment": cluster(LightningEnvironment),
     "MixedPrecision": Row({"plugins": [pg.MixedPrecision("bf16-mixed", "cpu")]}, Half, atol=0.02),
