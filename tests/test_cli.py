@@ -49,7 +49,6 @@ def test_the_configuration_is_readable(parse: Any, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("chunks=0", "chunks must be 'auto' or a whole number from 1"),
         ("chunks=many", "chunks"),
         ("balance=flop", "balance"),
         ("checkpoint=some", "checkpoint"),
@@ -65,6 +64,11 @@ def test_a_wrong_value_is_refused_by_name(
         parse("fit", "--config", str(EXAMPLES / "gpipe.yaml"), f"{STRATEGY}.{argument}")
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_number_out_of_range_is_refused_by_name(parse: Any) -> None:
+    with pytest.raises(ValueError, match="chunks must be 'auto' or a whole number from 1"):
+        parse("fit", "--config", str(EXAMPLES / "gpipe.yaml"), f"{STRATEGY}.chunks=0")
 
 
 @pytest.mark.parametrize(
