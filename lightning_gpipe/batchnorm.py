@@ -5,18 +5,24 @@ once per mini-batch (GPipe §2.2). It costs no pass over the data: a batch-norm 
 with momentum 1 leaves the statistics of its input in its running buffers, so each micro-batch gets
 a scratch row for its own, and the rows are pooled when the mini-batch is through. Classes,
 parameters and keys of the modules stay what they are.
+
+SyncBatchNorm normalises a micro-batch together with those of the other replicas, and leaves their
+common statistics in the same way. So all replicas must have the same number of micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_gpipe.control import Control
 
 
 @dataclass(slots=True)
@@ -25,7 +31,7 @@ class _Statistics:
 
     mean: list[Tensor] = field(default_factory=list)
     variance: list[Tensor] = field(default_factory=list)
-    count: list[int] = field(default_factory=list)
+    count: list[float] = field(default_factory=list)
 
 
 class DeferredBatchNorm:
@@ -35,10 +41,15 @@ class DeferredBatchNorm:
         modules: The modules of the stage.
         deferred: Whether running statistics move once per mini-batch; otherwise they move with
             every micro-batch. Either way a recompute never moves them.
+        across: The control channel over the replicas; None: there is one.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], deferred: bool) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], deferred: bool, across: Control | None = None
+    ) -> None:
         self._deferred = deferred
+        self._across = across
+        self._shares: list[float] = []
         self._layers = [m for m in modules if isinstance(m, _BatchNorm)]
         self._hooks = [
             layer.register_forward_pre_hook(self._before_forward) for layer in self._layers
@@ -53,6 +64,31 @@ class DeferredBatchNorm:
         """Take the hooks off the modules."""
         for hook in self._hooks:
             hook.remove()
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begin a mini-batch; collective over the replicas where SyncBatchNorm trains.
+
+        Args:
+            sizes: Samples in each micro-batch.
+
+        Raises:
+            RuntimeError: If replicas have different numbers of micro-batches.
+        """
+        self._shares = []
+        across = self._across
+        if across is None or not any(
+            isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self._layers
+        ):
+            return
+        all_sizes: list[Any] = [None] * len(across.ranks)
+        dist.all_gather_object(all_sizes, list(sizes), across.host)
+        counts = [len(found) for found in all_sizes]
+        if len(set(counts)) > 1:
+            raise RuntimeError(
+                f"Replicas have {counts} micro-batches, and SyncBatchNorm needs the same number on"
+                " all: leave out small batches with DataLoader(drop_last=True)."
+            )
+        self._shares = [sum(m) / m[across.stage] for m in zip(*all_sizes, strict=True)]
 
     @contextmanager
     def micro_batch(self, recompute: bool) -> Iterator[None]:
@@ -79,6 +115,8 @@ class DeferredBatchNorm:
         seen, self._seen = self._seen, {}
         for layer, uses in seen.items():
             for use in uses:
+                if isinstance(layer, nn.SyncBatchNorm):  # the statistics are of all replicas
+                    use.count = [n * s for n, s in zip(use.count, self._shares, strict=True)]
                 self._move(layer, use)
 
     def _before_forward(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -89,7 +127,8 @@ class DeferredBatchNorm:
         if mean is None or variance is None or not args:
             return
         count = args[0].numel() // max(args[0].shape[1], 1)
-        if count == 1:
+        synchronized = isinstance(layer, nn.SyncBatchNorm)
+        if count == 1 and not synchronized:
             raise ValueError(
                 "A batch-norm layer got a micro-batch with one value per channel, which has no"
                 " variance: lower `chunks`, so that every micro-batch has at least two samples. For"
@@ -106,7 +145,8 @@ class DeferredBatchNorm:
             uses[use].mean.append(row[0])
             uses[use].variance.append(row[1])
             uses[use].count.append(count)
-        layer._buffers.update(running_mean=row[0], running_var=row[1], num_batches_tracked=None)
+        tracked = torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
+        layer._buffers.update(running_mean=row[0], running_var=row[1], num_batches_tracked=tracked)
         layer.momentum = 1.0
 
     @staticmethod

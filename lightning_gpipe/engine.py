@@ -160,6 +160,7 @@ class Engine:
             split,
             schedule[self.links.stage],
         )
+        self.stage.batch_norm.begin(split.sizes)
         with self.stage.random_state(), torch.autograd.profiler.record_function("gpipe_forward"):
             outputs = self._run_forwards(call, batch)
         call.versions = self.stage.parameter_versions()

@@ -315,6 +315,7 @@ class Pipeline:
                 self._run_layer,
                 links.device,
                 settings.deferred_batch_norm,
+                links.across,
             )
             self._engine = Engine(stage, links, self._chunks, settings.checkpoint, self._seed)
             self._engine.begin_step(*self._step)

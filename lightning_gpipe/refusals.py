@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     ModelPruning,
@@ -26,6 +27,8 @@ _OTHER_PRECISIONS = (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+#: Devices for which PyTorch has no SyncBatchNorm.
+WITHOUT_SYNC = {"cpu"}
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
 _WHOLE_MODEL_OPTIMIZERS = {
     "LBFGS",
@@ -41,21 +44,31 @@ _WHOLE_MODEL_OPTIMIZERS = {
 }
 
 
-def refuse_module(module: nn.Module, layer_sync: object | None) -> None:
-    """Refuse a module that the pipeline would train wrong.
+def refuse_synchronized(
+    module: nn.Module, layer_sync: object | None, device: torch.device, replicas: int
+) -> None:
+    """Refuse batch norm over replicas where it can't work.
 
     Args:
         module: The user's module.
         layer_sync: The Trainer's plugin that would synchronize its batch norm.
+        device: Where the layers run.
+        replicas: D.
 
     Raises:
         ValueError: With what to do instead.
     """
-    if layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+    own = any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
+    if device.type in WITHOUT_SYNC and (own or layer_sync is not None):
         raise ValueError(
-            "sync_batchnorm=True (or SyncBatchNorm) can't be used with GPipeStrategy: micro-batches"
-            " are normalised by themselves, and deferred_batch_norm=True keeps the running"
-            " statistics of the whole mini-batch. Leave it out."
+            "sync_batchnorm=True (or SyncBatchNorm) needs GPUs. Leave it out:"
+            " deferred_batch_norm=True keeps the running statistics of a replica's whole"
+            " mini-batch, and broadcast_buffers=True keeps replicas alike."
+        )
+    if own and replicas == 1:
+        raise ValueError(
+            "SyncBatchNorm normalises over replicas, and there is only one: build the module with"
+            " BatchNorm, or use more devices than stages."
         )
 
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from lightning_gpipe import layout
 from lightning_gpipe.batchnorm import DeferredBatchNorm
 from lightning_gpipe.blocks import RunLayer
+from lightning_gpipe.control import Control
 from lightning_gpipe.microbatch import Tree
 
 
@@ -104,6 +105,7 @@ class Stage:
         run_layer: Runs one of them.
         device: Where they are.
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
+        across: The control channel over the replicas.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Stage:
         run_layer: RunLayer,
         device: torch.device,
         deferred_batch_norm: bool,
+        across: Control,
     ) -> None:
         self.layers = dict(layers)
         self._run_layer = run_layer
@@ -119,7 +122,7 @@ class Stage:
         unique = {
             id(module): module for layer in self.layers.values() for module in layer.modules()
         }
-        self.batch_norm = DeferredBatchNorm(unique.values(), deferred_batch_norm)
+        self.batch_norm = DeferredBatchNorm(unique.values(), deferred_batch_norm, across)
         self._parameters = [p for layer in self.layers.values() for p in layer.parameters()]
         self._modules = list(unique.values())
 

@@ -18,7 +18,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -158,13 +158,21 @@ class GPipeStrategy(PipelineState):
                 "The strategy was set up before its processes: use it through a Trainer."
             )
         self.accelerator.setup(trainer)
-        refusals.refuse_module(self.lightning_module, self._layer_sync)
+        refusals.refuse_synchronized(
+            self.lightning_module, self._layer_sync, self.root_device, self.replicas
+        )
         refusals.refuse_precision(self.precision_plugin)
         refusals.refuse_logging(self.lightning_module, trainer.loggers)
         refusals.refuse_callbacks(self._callbacks)
         self._run.enter_context(_lightning.parameters_by_identity(self._callbacks))
         _lightning.count_replicas(self._callbacks, self.replicas, self.stages)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if self._layer_sync is not None and self.replicas > 1:
+            self._layer_sync.apply(self.model)
+            self._run.callback(self._layer_sync.revert, self.model)
+        for part in self.model.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                part.process_group = self._links.across.data
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(
             self.lightning_module,
@@ -403,7 +411,6 @@ class GPipeStrategy(PipelineState):
     @override
     def teardown(self) -> None:
         """Give the user the whole module back on rank 0, in host memory, but after an error."""
-        self._run.close()
         self._partition, pipeline = self.partition, self._pipeline
         self._pipeline = None
         if self._precision is not None:
@@ -414,6 +421,7 @@ class GPipeStrategy(PipelineState):
         for shadow in self._shadows:
             shadow.close(restore=not self.is_interrupted)
         self._shadows = []
+        self._run.close()
         self.disconnect()
         for metric, (available, group) in self._metrics.items():
             metric.distributed_available_fn, metric.process_group = available, group

@@ -399,7 +399,7 @@ ROWS: Rows = {
     "torch.compile of layers": Row(module=Compiled),
     "torch.compile of the backbone": Refused("compiled as a whole", module=Whole),
     "Tuner.lr_find": Row(module=Rate, also=tuned),
-    "SyncBatchNorm": Refused("SyncBatchNorm", module=Synchronized),
+    "SyncBatchNorm": Refused("needs GPUs", module=Synchronized),
     "wandb.watch": Shown(watched),
     'wandb.watch(log="all")': Refused("give it log='gradients'", module=Watched),
 }

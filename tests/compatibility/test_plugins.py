@@ -173,7 +173,7 @@ ROWS: Rows = {
         JSM_NAMESPACE_RANK="{rank}",
         JSM_NAMESPACE_SIZE="2",
     ),
-    "LayerSync": Refused("SyncBatchNorm", {"plugins": [pg.TorchSyncBatchNorm()]}),
+    "LayerSync": Refused("needs GPUs", {"plugins": [pg.TorchSyncBatchNorm()]}),
     "LightningEnvironment": cluster(LightningEnvironment),
     "MixedPrecision": Row({"plugins": [pg.MixedPrecision("bf16-mixed", "cpu")]}, Half, atol=0.02),
     "Precision": Row({"plugins": [pg.Precision()]}),
@@ -192,7 +192,7 @@ ROWS: Rows = {
     "TorchElasticEnvironment": cluster(
         TorchElasticEnvironment, RANK="{rank}", GROUP_RANK="0", TORCHELASTIC_RUN_ID="7"
     ),
-    "TorchSyncBatchNorm": Refused("SyncBatchNorm", {"plugins": [pg.TorchSyncBatchNorm()]}),
+    "TorchSyncBatchNorm": Refused("needs GPUs", {"plugins": [pg.TorchSyncBatchNorm()]}),
     "TransformerEnginePrecision": unsupported(pg.TransformerEnginePrecision),
     "XLACheckpointIO": Shown(without_xla),
     "XLAPrecision": unsupported(pg.XLAPrecision),

@@ -128,7 +128,7 @@ ROWS: Rows = {
         }
     ),
     "plugins": Row({"plugins": [TorchCheckpointIO()]}),
-    "sync_batchnorm": Refused("sync_batchnorm=True", {"sync_batchnorm": True}),
+    "sync_batchnorm": Refused("needs GPUs", {"sync_batchnorm": True}),
     "reload_dataloaders_every_n_epochs": Row({"reload_dataloaders_every_n_epochs": 1}),
     "default_root_dir": Row(
         lambda folder: {"enable_checkpointing": True, "default_root_dir": folder / "root"},
