@@ -75,7 +75,7 @@ class Pipeline:
         warn: Callable[[str], object],
     ) -> None:
         self.partition: Partition | None = None
-        self._module = module
+        self.module = module
         self._settings = settings
         self._chunks = chunks
         self._links = links
@@ -120,7 +120,7 @@ class Pipeline:
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
         links = self._links
-        share_outside(self._module, self._backbone, links, links.device)
+        share_outside(self.module, self._backbone, links, links.device)
         whole = links.decide(
             "state", lambda: not any(p.is_meta for p in self._backbone.parameters())
         )
@@ -157,7 +157,7 @@ class Pipeline:
         if self._replicas is not None:
             self._replicas.close()
         if self._skeleton is None:
-            outside_to(self._module, self._backbone, torch.device("cpu"))
+            outside_to(self.module, self._backbone, torch.device("cpu"))
             for slot in self._empty:
                 slot.replace(torch.empty_like(slot.tensor, device="meta"))
         elif restore:
@@ -168,7 +168,7 @@ class Pipeline:
     def _restore(self, skeleton: Skeleton) -> None:
         """Bring all weights and optimizer state to rank 0's host memory. Collective."""
         states = [self.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
-        outside_to(self._module, self._backbone, torch.device("cpu"))
+        outside_to(self.module, self._backbone, torch.device("cpu"))
         skeleton.restore(gather=self._links.replica == 0)
         for optimizer, state in zip(self._optimizers(), states, strict=True):
             if self._links.is_first and self._links.replica == 0:
@@ -246,7 +246,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.gather`; only replica 0's is whole."""
-        state: dict[str, Any] = self._module.state_dict()
+        state: dict[str, Any] = self.module.state_dict()
         if self._skeleton is None or self._links.replica:
             return state
         return self._skeleton.gather(state)
@@ -281,7 +281,7 @@ class Pipeline:
                 self._direct(layer)
             partition = links.decide("partition", lambda: self._decide(value))
             self.partition = partition
-            outside = outside_share(self._module, self._backbone)
+            outside = outside_share(self.module, self._backbone)
             table = partition_table(
                 partition,
                 self.backbone,
@@ -300,7 +300,7 @@ class Pipeline:
                     " Every stage holds and computes them: move what you can into the backbone, or"
                     " name another one with GPipeStrategy(backbone=...)."
                 )
-            skeleton = Skeleton(self._module, self.backbone, partition, links.control, links.device)
+            skeleton = Skeleton(self.module, self.backbone, partition, links.control, links.device)
             skeleton.cut()
             share_over_replicas([*skeleton.own, *skeleton.shared], links)
             self._skeleton = skeleton
@@ -356,11 +356,11 @@ class Pipeline:
 
     def _known_flops(self) -> dict[str, float] | None:
         """Operations by submodule, where the module has an example of its input."""
-        example = getattr(self._module, "example_input_array", None)
+        example = getattr(self.module, "example_input_array", None)
         if self._settings.backbone is not None or example is None:
             return None
         try:
-            return module_flops(self._module, example)
+            return module_flops(self.module, example)
         except UntraceableLayer:
             return None
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe import _lightning
+from lightning_gpipe import callbacks
 from lightning_gpipe import checkpoint as files
 from lightning_gpipe.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
@@ -43,7 +43,7 @@ class PipelineState(PipelineProcesses):
         self._checkpoint_io = files.with_whole_files(self._checkpoint_io)
         super().setup_environment()
         module = self.lightning_module
-        if module is not None and self.global_rank and _lightning.copies_module(self._callbacks):
+        if module is not None and self.global_rank and callbacks.copies_module(self._callbacks):
             materialize(module)  # what an earlier run left on meta can't be copied
 
     @override

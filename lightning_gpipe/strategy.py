@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_gpipe import _lightning, refusals
+from lightning_gpipe import callbacks, refusals
 from lightning_gpipe import checkpoint as files
 from lightning_gpipe.control import RemoteError
 from lightning_gpipe.cost import Balance
@@ -37,7 +36,6 @@ from lightning_gpipe.saving import PipelineState
 from lightning_gpipe.schedule import Checkpoint
 from lightning_gpipe.settings import Settings
 from lightning_gpipe.shadow import Shadow
-from lightning_gpipe.summary import forward_on_meta
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -164,15 +162,8 @@ class GPipeStrategy(PipelineState):
         refusals.refuse_precision(self.precision_plugin)
         refusals.refuse_logging(self.lightning_module, trainer.loggers)
         refusals.refuse_callbacks(self._callbacks)
-        self._run.enter_context(_lightning.parameters_by_identity(self._callbacks))
-        _lightning.count_replicas(self._callbacks, self.replicas, self.stages)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        if self._layer_sync is not None and self.replicas > 1:
-            self._layer_sync.apply(self.model)
-            self._run.callback(self._layer_sync.revert, self.model)
-        for part in self.model.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                part.process_group = self._links.across.data
+        self._synchronize_batch_norm(self.lightning_module, self._links.across.data)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(
             self.lightning_module,
@@ -186,14 +177,9 @@ class GPipeStrategy(PipelineState):
             inform=rank_zero_info,
             warn=rank_zero_warn,
         )
-        summarizing = partial(
-            forward_on_meta, self.lightning_module, self._pipeline.as_written, rank_zero_warn
+        self._shadows = self._run.enter_context(
+            callbacks.adapted(self._callbacks, self._pipeline, self._links, self._can_gather)
         )
-        self._run.enter_context(_lightning.summaries_in(self._callbacks, summarizing))
-        self._shadows = [
-            Shadow(copy, f"{prefix}{self._pipeline.backbone}", self._links, self._can_gather)
-            for copy, prefix in _lightning.averages(self._callbacks)
-        ]
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
@@ -205,6 +191,15 @@ class GPipeStrategy(PipelineState):
             self.precision_plugin, self._pipeline.owner, self._links
         )
         self._adopt_metrics(self.lightning_module, self._links.across.data)
+
+    def _synchronize_batch_norm(self, module: nn.Module, group: Any) -> None:
+        """Put SyncBatchNorm in where it is wanted, over the replicas."""
+        if self._layer_sync is not None and self.replicas > 1:
+            self._layer_sync.apply(module)
+            self._run.callback(self._layer_sync.revert, module)
+        for part in module.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                part.process_group = group
 
     def _on_cut(self, partition: Partition) -> None:
         """Cut what callbacks have copied, and let loggers know what is trained how."""
