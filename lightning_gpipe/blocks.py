@@ -1,80 +1,104 @@
-"""Layers that take more than one argument: a Transformer's blocks, with masks and positions."""
+"""Layers that a model calls in a loop, with more than one argument: a Transformer's blocks.
+
+The model's loop can't be cut, but it can be listened to. In the pipeline it meets stand-ins, which
+note what each block is called with and return a promise in place of the block's output. The call of
+the last one runs all blocks, on all stages.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
+
+from lightning_gpipe.microbatch import CONSTANTS
 
 #: Runs the layer with an index in the backbone on what the one before returned.
 RunLayer: TypeAlias = Callable[[int, Callable[..., Any], Any], Any]
 
 
-class Blocks(nn.Module):
-    """A backbone of blocks that get the same extra arguments, such as masks and positions.
+class Blocks(nn.ModuleList):
+    """A backbone of blocks that a model calls one after another, with masks, positions and so on.
 
-    It takes the place of the ``nn.ModuleList`` in which a model keeps its blocks::
+    It takes the place of the ``nn.ModuleList`` in which the model keeps them::
 
         model.transformer.h = Blocks(model.transformer.h)  # GPT-2 of Hugging Face
 
-    The model's own loop over the blocks then sees a single one, which runs them all, so the model's
-    code stays as it is, and so do the names of its parameters: ``transformer.h.0.…``. Each block
-    gets the hidden state of the one before (the first element, where a block returns a tuple) and
-    all other arguments as they were given.
+    The model's code stays as it is, and so do the names of its parameters. Each block must get the
+    hidden state that the one before returned, as its first argument or as ``hidden_states``, and
+    nobody else may use it: blocks that are skipped, and hidden states that are read or changed
+    between them, are an error. Other arguments may differ from block to block. Those whose first
+    dimension is the batch's are split into micro-batches; others, such as positions
+    ``[1, length]``, go to every micro-batch whole.
 
-    Extra arguments whose first dimension is the batch's are split into micro-batches; others, such
-    as positions ``[1, length]``, go to every micro-batch whole. Caches of keys and values are no
-    tensors and can't be given: set ``use_cache=False``.
+    Outside the pipeline it is an ``nn.ModuleList``.
 
     Args:
         blocks: Called as ``block(hidden, *extra, **more)``; hidden ``[batch, …]``.
+        as_tuple: Whether a block returns a tuple, of which the model takes the first element.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        super().__init__()
-        for index, block in enumerate(blocks):
-            self.add_module(str(index), block)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        yield self
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: Any) -> Any:
-        return [self][index]
+    def __init__(self, blocks: Iterable[nn.Module], as_tuple: bool = False) -> None:
+        super().__init__(blocks)
+        self.as_tuple = as_tuple
+        self._loop = _Loop()
+        self._programs: dict[str, list[_Call]] = {}
 
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all blocks.
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._stand_ins) if self._is_pipelined else super().__iter__()
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        return self._stand_ins[index] if self._is_pipelined else super().__getitem__(index)
+
+    @property
+    def _is_pipelined(self) -> bool:
+        return "forward" in self.__dict__
+
+    @property
+    def _stand_ins(self) -> list[Any]:
+        return [_StandIn(self, i, block) for i, block in enumerate(self._modules.values())]
+
+    def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the call of a block; the last one runs them all. Collective over the pipeline then.
 
         Args:
-            args: The hidden state, and what else the blocks get.
+            index: The block.
+            args: What it is called with.
             kwargs: The same.
 
         Returns:
-            What the last block returns.
+            A promise; from the last block its output.
         """
-        value = self.pack(*args, **kwargs)
-        for index, name in enumerate(self._modules):
-            value = self.run(index, getattr(self, name), value)
-        return value
-
-    @staticmethod
-    def pack(*args: Any, **kwargs: Any) -> Any:
-        """The arguments as one value.
-
-        Raises:
-            TypeError: If the hidden state isn't the first of them.
-        """
-        if not args:
-            raise TypeError(
-                "Blocks takes the hidden state as its first positional argument; it was called with"
-                f" {', '.join(kwargs) or 'nothing'} only."
+        loop = self._loop
+        if index == 0:
+            loop = self._loop = _Loop(args[0] if args else kwargs.get("hidden_states"))
+            loop.promise = loop.hidden
+        leaves, spec = tree_flatten((args, kwargs))
+        place = next((i for i, leaf in enumerate(leaves) if leaf is loop.promise), None)
+        if index != len(loop.calls) or place is None or not isinstance(loop.hidden, Tensor):
+            raise RuntimeError(
+                f"Block {index} was not called with what the one before it returned, as its first"
+                f" argument or as `hidden_states`. {_CONDITION}"
             )
-        return args[0], args[1:], kwargs
+        entries = [
+            _HIDDEN if i == place else loop.entry(leaf, index) for i, leaf in enumerate(leaves)
+        ]
+        loop.calls.append(_Call(spec, tuple(entries)))
+        if index < len(self) - 1:
+            loop.promise = loop.hidden.detach().as_subclass(_Promise)
+            return (loop.promise,) if self.as_tuple else loop.promise
+        key = hashlib.blake2b(repr(loop.calls).encode(), digest_size=16).hexdigest()
+        self._programs[key] = loop.calls
+        self._loop = _Loop()
+        return self((loop.hidden, loop.tensors, key))
 
     def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
         """Run one block.
@@ -82,15 +106,125 @@ class Blocks(nn.Module):
         Args:
             index: Its place.
             block: The block, or what stands in for it.
-            value: What :meth:`pack` or the block before returned.
+            value: What the block before returned, the extra arguments that are tensors, and which
+                program they are for; see :meth:`note`.
 
         Returns:
             The next block's value, or the last one's output.
         """
-        output, extra, more = value
+        output, tensors, key = value
         hidden = output[0] if isinstance(output, tuple) else output
-        output = block(hidden, *extra, **more)
-        return output if index == len(self._modules) - 1 else (output, extra, more)
+        args, kwargs = self._programs[key][index].arguments(hidden, tensors)
+        output = block(*args, **kwargs)
+        return output if index == len(self) - 1 else (output, tensors, key)
+
+
+_CONDITION = (
+    "Blocks are for models that call all of them in order, and hand the hidden state from one to"
+    " the next untouched; build the backbone as an nn.Sequential otherwise. If the blocks return"
+    " tuples, give Blocks(..., as_tuple=True)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An argument of a block: one of the noted tensors, or a constant."""
+
+    tensor: int | None
+    constant: Any = None
+
+
+_HIDDEN = _Entry(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a block is called with, without the tensors; its ``repr`` tells calls apart."""
+
+    spec: TreeSpec
+    entries: tuple[_Entry, ...]
+
+    def arguments(self, hidden: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The arguments."""
+        leaves = [
+            hidden if e == _HIDDEN else e.constant if e.tensor is None else tensors[e.tensor]
+            for e in self.entries
+        ]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass(slots=True)
+class _Loop:
+    """What is known of a loop over the blocks.
+
+    Args:
+        hidden: What the first block is called with.
+        promise: What the block before has returned.
+        calls: The calls so far.
+        tensors: Their arguments that are tensors.
+    """
+
+    hidden: Any = None
+    promise: Any = None
+    calls: list[_Call] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def entry(self, leaf: Any, index: int) -> _Entry:
+        """How an argument is noted: tensors once, whichever blocks they are for."""
+        if isinstance(leaf, _Promise):
+            raise RuntimeError(
+                f"Block {index} was given the output of another block than the one before it."
+                f" {_CONDITION}"
+            )
+        if isinstance(leaf, Tensor):
+            for i, known in enumerate(self.tensors):
+                if known is leaf:
+                    return _Entry(i)
+            self.tensors.append(leaf)
+            return _Entry(len(self.tensors) - 1)
+        if not isinstance(leaf, CONSTANTS):
+            raise TypeError(
+                f"Block {index} was given a {type(leaf).__name__}, which can't be split into"
+                " micro-batches. For a cache of keys and values set use_cache=False."
+            )
+        return _Entry(None, leaf)
+
+
+class _StandIn:
+    """A block as the model's loop meets it in the pipeline."""
+
+    def __init__(self, blocks: Blocks, index: int, block: Any) -> None:
+        self._blocks, self._index, self._block = blocks, index, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._blocks.note(self._index, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    def __repr__(self) -> str:
+        return repr(self._block)
+
+
+class _Promise(Tensor):
+    """Stands for the output of a block until the last one is called; has a shape, but no values."""
+
+    _KNOWN = frozenset(
+        getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta")
+    ) | {Tensor.size, Tensor.dim, Tensor.is_floating_point}
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in cls._KNOWN:
+            raise RuntimeError(
+                "The hidden state between two blocks was used, which isn't known before the last"
+                f" one is called. {_CONDITION}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def run_layer(index: int, layer: Callable[..., Any], value: Any) -> Any:

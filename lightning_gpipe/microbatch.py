@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Leaf: TypeAlias = Any
-_CONSTANTS = (
+CONSTANTS = (
     type(None),
     bool,
     int,
@@ -57,7 +57,7 @@ class Tree:
         """
         leaves, spec = tree_flatten(value)
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise TypeError(
                     f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't"
                     " be split or sent: use tensors, numbers, strings and None in tuples, lists,"

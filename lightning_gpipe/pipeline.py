@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_gpipe.backbone import find_backbone, refuse_compiled
-from lightning_gpipe.blocks import Blocks, runner
+from lightning_gpipe.blocks import runner
 from lightning_gpipe.cost import (
     UntraceableLayer,
     flop_costs,
@@ -110,8 +110,7 @@ class Pipeline:
         if settings.sizes is not None:
             _check_sizes(settings.sizes, len(self._layers), links.stages, self.backbone)
         self._seed = links.decide("seed", torch.initial_seed)
-        is_blocks = isinstance(self._backbone, Blocks)
-        self._redirect(self._backbone, self._forward_blocks if is_blocks else self._forward)
+        self._redirect(self._backbone, self._forward)
         for layer in self._layers:
             self._redirect(layer, _not_alone)
 
@@ -234,9 +233,6 @@ class Pipeline:
         if self._engine is None:
             raise RuntimeError("The backbone was not cut.")
         return self._engine.forward(input)
-
-    def _forward_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(Blocks.pack(*args, **kwargs))
 
     # ------------------------------------------------------------------ state
 

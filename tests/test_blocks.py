@@ -10,27 +10,24 @@ from torch import Tensor, nn
 
 from lightning_gpipe import Blocks, GPipeStrategy
 from lightning_gpipe.backbone import find_backbone
-from lightning_gpipe.blocks import runner
-from lightning_gpipe.cost import flop_costs
 from tests import models
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.training import train
 
 
 class Block(nn.Module):
     """Looks at a mask for each sample, at positions that all share, and at a second input."""
 
-    def __init__(self, as_tuple: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear = nn.Linear(models.WIDTH, models.WIDTH)
-        self.as_tuple = as_tuple
+        self.kind = kind
+        self.as_tuple = False
 
     def forward(
-        self, hidden: Tensor, mask: Tensor, *, positions: Tensor, other: Tensor, flag: bool
+        self, hidden: Tensor, mask: Tensor, *, positions: Tensor, other: Tensor, scale: float
     ) -> Any:
-        if not flag:
-            raise ValueError("flag is lost")
-        mixed = self.linear(hidden) + positions * other
+        mixed = self.linear(hidden) + positions * other * scale
         hidden = hidden + torch.where(mask, mixed, 0.0).tanh()
         return (hidden, None) if self.as_tuple else hidden
 
@@ -42,19 +39,26 @@ class Encoder(models.Module):
     as_tuple = False
 
     def build(self) -> None:
-        blocks = nn.ModuleList(Block(self.as_tuple) for _ in range(4))
+        blocks = nn.ModuleList(Block(kind) for kind in ("near", "far", "near", "far"))
+        for block in blocks:
+            block.as_tuple = self.as_tuple
         self.before = nn.Linear(models.WIDTH, models.WIDTH)
-        self.blocks = Blocks(blocks) if self.cut else blocks
+        self.blocks = Blocks(blocks, self.as_tuple) if self.cut else blocks
         self.head = nn.Sequential(nn.Linear(models.WIDTH, 4), nn.Linear(4, models.WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, mask = x, x > -1
-        positions = torch.arange(models.WIDTH, dtype=x.dtype).unsqueeze(0)
-        other = self.before(x)
-        for block in self.blocks[:4]:
-            output = block(hidden, mask, positions=positions, other=other, flag=True)
-            hidden = output[0] if self.as_tuple else output
+        hidden, masks = x, {"near": x > 0, "far": x > -1}
+        shared = {
+            "positions": torch.arange(models.WIDTH, dtype=x.dtype).unsqueeze(0),
+            "other": self.before(x),
+        }
+        for i, block in enumerate(self.blocks[:4]):
+            hidden = self.call(i, block, hidden, masks[block.kind], shared)
         return self.head(hidden)
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        output = block(hidden, mask, scale=i / 2, **shared)
+        return output[0] if self.as_tuple else output
 
 
 class Tuples(Encoder):
@@ -67,56 +71,111 @@ class Square(Encoder):
     samples = models.WIDTH
 
 
-class Uncut(Encoder):
-    cut = False
+class Twice(Encoder):
+    """Two passes in a step, with other arguments."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + super().loss(x + 1, y)
+
+
+class Skipped(Encoder):
+    """Drops a block now and then, as LayerDrop does."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return hidden if i == 2 else super().call(i, block, hidden, mask, shared)
+
+
+class Early(Encoder):
+    """Takes the output of a block that isn't the last."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return hidden if i == 3 else super().call(i, block, hidden, mask, shared)
+
+
+class Between(Encoder):
+    """Changes what a block returns."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return super().call(i, block, hidden, mask, shared) * 2
+
+
+class Jumps(Encoder):
+    """Hands a block's output to one further on, as U-Nets do."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        if i == 1:
+            self.kept = hidden
+        if i == 3:
+            shared = {**shared, "other": self.kept}
+        return super().call(i, block, hidden, mask, shared)
+
+
+class Cached(Encoder):
+    """Gives its blocks what is no tensor."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return block(hidden, mask, scale=object(), **shared)
 
 
 def pipelined(kind: str, stages: int, balance: Any) -> Any:
     torch.manual_seed(2)
     module = globals()[kind]()
     strategy = GPipeStrategy(3, balance=balance)
-    return train(module, max_steps=5, devices=stages, strategy=strategy)
+    state = train(module, max_steps=5, devices=stages, strategy=strategy)
+    if module.blocks[0].linear.weight.is_meta:  # another rank than 0
+        return None
+    with torch.no_grad():
+        return state, [block.kind for block in module.blocks], module(torch.ones(2, 6).double())
 
 
 @pytest.mark.parametrize("balance", ["flops", "params"])
-@pytest.mark.parametrize("kind", ["Encoder", "Tuples", "Square"])
-def test_a_model_trains_as_before(kind: str, balance: str) -> None:
+@pytest.mark.parametrize("kind", ["Encoder", "Tuples", "Square", "Twice"])
+def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is an ordinary one before and after."""
     torch.manual_seed(2)
-    uncut = Uncut()
-    uncut.as_tuple = kind == "Tuples"
-    for block in uncut.blocks:
-        block.as_tuple = uncut.as_tuple
-    uncut.samples = globals()[kind].samples
+    monkeypatch.setattr(Encoder, "cut", False)
+    uncut = globals()[kind]()
+    assert type(uncut.blocks) is nn.ModuleList
     plain = train(uncut, max_steps=5)
+    with torch.no_grad():
+        output = uncut(torch.ones(2, 6).double())
     for stages in (1, 2, 3):
-        found = run_ranks(pipelined, stages, kind, stages, balance)[0]
-        assert list(found) == list(plain)
-        torch.testing.assert_close(found, plain, atol=1e-10, rtol=0)
+        state, kinds, found = run_ranks(pipelined, stages, kind, stages, balance)[0]
+        assert list(state) == list(plain)
+        assert kinds == ["near", "far", "near", "far"]
+        torch.testing.assert_close(state, plain, atol=1e-10, rtol=0)
+        torch.testing.assert_close(found, output, atol=1e-10, rtol=0)
 
 
-def test_blocks_stand_for_one() -> None:
-    blocks = Blocks(nn.Linear(2, 2) for _ in range(3))
-    assert len(blocks) == 1
-    assert list(blocks) == [blocks]
-    assert blocks[:3] == [blocks]
-    assert blocks[0] is blocks
-    assert [name for name, _ in blocks.named_children()] == ["0", "1", "2"]
-    with pytest.raises(TypeError, match="first positional argument"):
-        blocks(hidden=torch.zeros(1, 2))
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Skipped", "Block 3 was not called with what the one before it returned"),
+        ("Early", "The hidden state between two blocks was used"),
+        ("Between", "The hidden state between two blocks was used"),
+        ("Jumps", "Block 3 was given the output of another block"),
+        ("Cached", "Block 0 was given a object, which can't be split"),
+    ],
+)
+def test_what_cannot_work_is_refused(kind: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(pipelined, 2, kind, 2, "params")
 
 
-def test_blocks_are_the_backbone() -> None:
+def test_blocks_are_a_module_list() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    blocks = Blocks(layers)
+    assert list(blocks) == layers
+    assert blocks[1] is layers[1]
+    assert len(blocks) == 3
+    assert list(blocks.state_dict()) == list(nn.ModuleList(layers).state_dict())
+
+
+def test_blocks_are_the_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though other parts of the model could be cut, too."""
     assert find_backbone(Encoder(), None) == "blocks"
-    module = Uncut()
+    monkeypatch.setattr(Encoder, "cut", False)
+    module = Encoder()
     del module.head
     with pytest.raises(ValueError, match=r"self.blocks = lightning_gpipe.Blocks\(self.blocks\)"):
         find_backbone(module, None)
-
-
-def test_costs_of_blocks() -> None:
-    blocks = Blocks(Block(True) for _ in range(3)).double()
-    x = torch.zeros(4, models.WIDTH, dtype=torch.float64)
-    value = Blocks.pack(x, x > 0, positions=x[:1], other=x, flag=True)
-    first, second, _ = flop_costs(list(blocks.children()), runner(blocks), value)
-    assert first == second > 2 * 4 * models.WIDTH**2

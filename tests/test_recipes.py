@@ -11,11 +11,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import transformers
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from transformers import BertConfig, GPT2Config
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import Blocks, GPipeStrategy
 from tests.ranks import run_ranks
 from tests.training import trainer
 
@@ -54,6 +55,50 @@ RECIPES: dict[str, tuple[Callable[[], tuple[Any, ...]], str, int]] = {
 }
 
 
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+    **dict(zip(("pad_token_id", "bos_token_id", "eos_token_id"), range(3), strict=True)),
+}
+IN_TURN = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
+DISTILBERT = {
+    "vocab_size": 97,
+    "dim": 32,
+    "hidden_dim": 64,
+    "n_layers": 4,
+    "n_heads": 2,
+    **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0),
+}
+BART = {
+    "vocab_size": 97,
+    "d_model": 32,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+    "use_cache": False,
+}
+
+#: What makes a model, and its configuration; the page says where its blocks are.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", TINY),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", {**TINY, "sliding_window": 4}),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**TINY, "num_local_experts": 4}),
+    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**TINY, "use_sliding_window": True, **IN_TURN}),
+    "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**TINY, "head_dim": 8, **IN_TURN}),
+    "DistilBert": ("DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT),
+    "Bart": ("BartForConditionalGeneration", "BartConfig", BART),
+}
+
+
 def data(kind: str) -> Any:
     generator = torch.Generator().manual_seed(1)
     samples: list[Any] = []
@@ -83,6 +128,10 @@ def losses(name: str, stages: int) -> list[float]:
     (code,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.DOTALL)
     page: dict[str, Any] = {"__name__": f"recipe_{name}"}
     exec(code, page)
+    return train(page["Model"](*arguments()), data(kind), chunks, stages)
+
+
+def train(module: L.LightningModule, loader: Any, chunks: int, stages: int) -> list[float]:
     found: list[float] = []
 
     def keep(run: L.Trainer, *_: Any) -> None:
@@ -94,8 +143,36 @@ def losses(name: str, stages: int) -> list[float]:
         max_epochs=1,
         callbacks=[LambdaCallback(on_train_batch_end=keep)],
     )
-    run.fit(page["Model"](*arguments()), data(kind))
+    run.fit(module, loader)
     return found
+
+
+class Family(L.LightningModule):
+    """A model of Hugging Face."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        kind, config, options = FAMILIES[name]
+        model = getattr(transformers, kind)(getattr(transformers, config)(**options))
+        (line,) = re.findall(
+            rf"^\| {name}\b.*?\| `(.*)` \|$", (PAGES / "transformers.md").read_text(), re.MULTILINE
+        )
+        exec(line, {"model": model, "Blocks": Blocks})
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def family_losses(name: str, stages: int) -> list[float]:
+    warnings.simplefilter("ignore")
+    L.seed_everything(2, verbose=False)
+    return train(Family(name), data("sentences" if name == "DistilBert" else "tokens"), 4, stages)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,5 +184,15 @@ def test_a_recipe(name: str) -> None:
         assert found == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_models_of_hugging_face(name: str) -> None:
+    plain = family_losses(name, 0)
+    assert len(set(plain)) == STEPS
+    for found in run_ranks(family_losses, 2, name, 2):
+        assert found == pytest.approx(plain, abs=1e-5)
+
+
 def test_every_page_is_tested() -> None:
-    assert {path.stem for path in PAGES.glob("*.md")} - {"README"} == RECIPES.keys()
+    others = {"README", "transformers"}
+    assert {path.stem for path in PAGES.glob("*.md")} - others == RECIPES.keys()
