@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_gpipe.microbatch import CONSTANTS
 
+_PROGRAMS = 256  # that are remembered: more than a step can have calls
 #: Runs the layer with an index in the backbone on what the one before returned.
 RunLayer: TypeAlias = Callable[[int, Callable[..., Any], Any], Any]
 
@@ -96,8 +97,11 @@ class Blocks(nn.ModuleList):
             loop.promise = loop.hidden.detach().as_subclass(_Promise)
             return (loop.promise,) if self.as_tuple else loop.promise
         key = hashlib.blake2b(repr(loop.calls).encode(), digest_size=16).hexdigest()
-        self._programs[key] = loop.calls
         self._loop = _Loop()
+        self._programs.pop(key, None)
+        self._programs[key] = loop.calls  # the latest comes last
+        if len(self._programs) > _PROGRAMS:  # numbers among the arguments may differ in every step
+            del self._programs[next(iter(self._programs))]
         return self((loop.hidden, loop.tensors, key))
 
     def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
