@@ -146,12 +146,14 @@ def _alone(
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     _join(rank, world_size, store)
+    environment = dict(os.environ)
     while True:
         try:
             function, args = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)  # the pool is gone; peers that are stuck must not keep this rank alive
-        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+        os.environ.clear()  # what is left of the last function, such as Lightning's seed
+        os.environ.update(environment)
         try:
             answer = False, function(*args)
         except BaseException:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
@@ -208,26 +208,25 @@ class LayerByLayer(models.Module):
         return x
 
 
-def run(kind: type[models.Module], callbacks: list[L.Callback]) -> None:
+def run(kind: type[models.Module]) -> None:
     strategy = GPipeStrategy(4, checkpoint="always")
-    train(kind(), max_steps=4, devices=2, strategy=strategy, callbacks=callbacks)
+    train(kind(), max_steps=4, devices=2, strategy=strategy)
 
 
 @pytest.mark.parametrize(
-    ("kind", "callbacks", "problem"),
+    ("kind", "problem"),
     [
-        (ChangedInput, [], "input was changed in place"),
-        (SharedCounter, [], "The buffer backbone.0.count is used by layers of several stages"),
-        (Penalty, [], "create_graph=True"),
-        (OneValue, [], "no batch dimension and differs"),
-        (LayerByLayer, [], "call the backbone as a whole"),
-        (Metadata, [], "RuntimeError: bad metadata in the file"),
-        (models.Module, [StochasticWeightAveraging(0.1)], "StochasticWeightAveraging works on"),
+        (ChangedInput, "input was changed in place"),
+        (SharedCounter, "The buffer backbone.0.count is used by layers of several stages"),
+        (Penalty, "create_graph=True"),
+        (OneValue, "no batch dimension and differs"),
+        (LayerByLayer, "call the backbone as a whole"),
+        (Metadata, "RuntimeError: bad metadata in the file"),
     ],
 )
-def test_refused(kind: type[models.Module], callbacks: list[L.Callback], problem: str) -> None:
+def test_refused(kind: type[models.Module], problem: str) -> None:
     with pytest.raises(RankError, match=problem):
-        run_ranks(run, 2, kind, callbacks, timeout_s=30)
+        run_ranks(run, 2, kind, timeout_s=30)
 
 
 class Full(L.Callback):

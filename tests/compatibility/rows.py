@@ -183,6 +183,8 @@ def _run(file: str, name: str, folder: str, stages: int) -> dict[str, Any]:
             return _train(row, place, stages)
     finally:
         os.chdir(before)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
 
 
 def _train(row: Row, folder: Path, stages: int) -> dict[str, Any]:
