@@ -367,7 +367,9 @@ ROWS: Rows = {
         "LBFGS needs all parameters",
         module=stepped_by(lambda module: torch.optim.LBFGS(module.parameters())),
     ),
-    "torch.optim.Muon": Row(module=stepped_by(muon)),
+    "torch.optim.Muon": Row(module=stepped_by(muon))
+    if hasattr(torch.optim, "Muon")
+    else Shown(lambda folder: pytest.skip("PyTorch has it from 2.9 on")),
     "torch.optim.NAdam": optimizer("NAdam"),
     "torch.optim.RAdam": optimizer("RAdam"),
     "torch.optim.RMSprop": optimizer("RMSprop"),
