@@ -123,6 +123,8 @@ class DeferredBatchNorm:
         """Point a batch-norm layer that is about to run in training at a scratch row."""
         if self._active is None or not layer.training or not isinstance(layer, _BatchNorm):
             return
+        if not layer.track_running_stats:  # switched off to freeze the layer, perhaps
+            return
         mean, variance = layer.running_mean, layer.running_var
         if mean is None or variance is None or not args:
             return

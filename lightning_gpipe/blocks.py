@@ -8,6 +8,7 @@ the last one runs all blocks, on all stages.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -32,11 +33,11 @@ class Blocks(nn.ModuleList):
         model.transformer.h = Blocks(model.transformer.h)  # GPT-2 of Hugging Face
 
     The model's code stays as it is, and so do the names of its parameters. Each block must get the
-    hidden state that the one before returned, as its first argument or as ``hidden_states``, and
-    nobody else may use it: blocks that are skipped, and hidden states that are read or changed
-    between them, are an error. Other arguments may differ from block to block. Those whose first
-    dimension is the batch's are split into micro-batches; others, such as positions
-    ``[1, length]``, go to every micro-batch whole.
+    hidden state that the one before returned, and nobody else may use it: blocks that are skipped,
+    and hidden states that are read or changed between them, are an error. The first block gets it
+    as ``hidden_states``, or as the first of its arguments that is a tensor. Other arguments may
+    differ from block to block. Those whose first dimension is the batch's are split into
+    micro-batches; others, such as positions ``[1, length]``, go to every micro-batch whole.
 
     Outside the pipeline it is an ``nn.ModuleList``.
 
@@ -80,14 +81,15 @@ class Blocks(nn.ModuleList):
         """
         loop = self._loop
         if index == 0:
-            loop = self._loop = _Loop(args[0] if args else kwargs.get("hidden_states"))
-            loop.promise = loop.hidden
+            _refuse_capturing()
+            tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+            hidden = kwargs.get("hidden_states", next(tensors, None))
+            loop = self._loop = _Loop(hidden, hidden)
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if leaf is loop.promise), None)
         if index != len(loop.calls) or place is None or not isinstance(loop.hidden, Tensor):
             raise RuntimeError(
-                f"Block {index} was not called with what the one before it returned, as its first"
-                f" argument or as `hidden_states`. {_CONDITION}"
+                f"Block {index} was not called with what the one before it returned. {_CONDITION}"
             )
         entries = [
             _HIDDEN if i == place else loop.entry(leaf, index) for i, leaf in enumerate(leaves)
@@ -125,9 +127,20 @@ class Blocks(nn.ModuleList):
 
 _CONDITION = (
     "Blocks are for models that call all of them in order, and hand the hidden state from one to"
-    " the next untouched; build the backbone as an nn.Sequential otherwise. If the blocks return"
-    " tuples, give Blocks(..., as_tuple=True)."
+    " the next untouched, without torch.utils.checkpoint around them; build the backbone as an"
+    " nn.Sequential otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True)."
 )
+
+
+def _refuse_capturing() -> None:
+    """Refuse to have the blocks' outputs recorded by hooks, which see one stage's micro-batches."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is not None and collector.get():
+        raise RuntimeError(
+            f"The model records {', '.join(collector.get())} of its blocks, which are spread over"
+            " stages: leave out output_hidden_states, output_attentions and output_router_logits."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ class GPipeStrategy(PipelineState):
         )
         self._precision: PipelinePrecision | None = None
         self._shadows: list[Shadow] = []
+        self._logged: dict[int, dict[str, Any]] = {}
         self._run = ExitStack()  # what the end of a run undoes
         self._metrics: dict[Metric, tuple[Callable[[], bool], Any]] = {}
         self._evaluations = 0
@@ -213,8 +214,10 @@ class GPipeStrategy(PipelineState):
                 **self._settings.for_loggers(),
             }
             for logger in trainer.loggers:
-                known = getattr(logger, "hparams", {})  # TensorBoard shows what it gets last
-                logger.log_hyperparams({**known, "gpipe": settings})
+                if self._logged.get(id(logger)) != settings:  # not once more for a test after a fit
+                    self._logged[id(logger)] = settings
+                    known = getattr(logger, "hparams", {})  # TensorBoard shows what it gets last
+                    logger.log_hyperparams({**known, "gpipe": settings})
 
     def _adopt_metrics(self, lightning_module: pl.LightningModule, group: Any) -> None:
         """Let metrics be reduced over replicas alone: the stages of one see the same values."""
@@ -376,6 +379,7 @@ class GPipeStrategy(PipelineState):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         """What ``torch.nn.utils.clip_grad_norm_`` does, over all stages. Collective over them.
 
@@ -384,6 +388,7 @@ class GPipeStrategy(PipelineState):
             max_norm: The norm that the gradients have at most then.
             norm_type: p of the p-norm.
             error_if_nonfinite: Whether a norm that is infinite or no number is an error.
+            foreach: How PyTorch computes it; makes no difference here.
 
         Returns:
             The norm before, a scalar.

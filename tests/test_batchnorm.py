@@ -126,6 +126,18 @@ def test_a_recompute_moves_nothing() -> None:
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_layer_that_does_not_track_stays_as_it_is() -> None:
+    """Fine-tuning callbacks switch tracking off to freeze a layer, and leave its statistics."""
+    layer = nn.BatchNorm1d(3)
+    layer.track_running_stats = False
+    before = copy.deepcopy(layer.state_dict())
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    with deferred.micro_batch(recompute=False):
+        layer(torch.randn(4, 3))
+    deferred.finish()
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
 def test_one_value_per_channel_is_refused_with_the_remedy() -> None:
     deferred = DeferredBatchNorm([layer := nn.BatchNorm1d(3)], deferred=True)
     with deferred.micro_batch(recompute=False), pytest.raises(ValueError, match="lower `chunks`"):

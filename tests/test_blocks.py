@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import Blocks, GPipeStrategy
 from lightning_gpipe.backbone import find_backbone
@@ -71,6 +72,13 @@ class Square(Encoder):
     samples = models.WIDTH
 
 
+class Keywords(Encoder):
+    """Names all arguments."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return block(scale=i / 2, hidden=hidden, mask=mask, **shared)
+
+
 class Twice(Encoder):
     """Two passes in a step, with other arguments."""
 
@@ -110,6 +118,13 @@ class Jumps(Encoder):
         return super().call(i, block, hidden, mask, shared)
 
 
+class Checkpointed(Encoder):
+    """Recomputes its blocks by itself, which the pipeline does anyway."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return checkpoint(block, hidden, mask, scale=1.0, use_reentrant=False, **shared)
+
+
 class Cached(Encoder):
     """Gives its blocks what is no tensor."""
 
@@ -129,7 +144,7 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
 
 
 @pytest.mark.parametrize("balance", ["flops", "params"])
-@pytest.mark.parametrize("kind", ["Encoder", "Tuples", "Square", "Twice"])
+@pytest.mark.parametrize("kind", ["Encoder", "Tuples", "Square", "Keywords", "Twice"])
 def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is an ordinary one before and after."""
     torch.manual_seed(2)
@@ -154,6 +169,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Early", "The hidden state between two blocks was used"),
         ("Between", "The hidden state between two blocks was used"),
         ("Jumps", "Block 3 was given the output of another block"),
+        ("Checkpointed", "Block 3 was not called with what the one before it returned"),
         ("Cached", "Block 0 was given a object, which can't be split"),
     ],
 )

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, GPT2Config
 
 from lightning_gpipe import Blocks, GPipeStrategy
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
 PAGES = Path(__file__).parents[1] / "docs" / "recipes"
@@ -191,6 +191,17 @@ def test_other_models_of_hugging_face(name: str) -> None:
     assert len(set(plain)) == STEPS
     for found in run_ranks(family_losses, 2, name, 2):
         assert found == pytest.approx(plain, abs=1e-5)
+
+
+def hidden_states() -> None:
+    module = Family("Llama")
+    module.model.config.output_hidden_states = True
+    train(module, data("tokens"), 4, 2)
+
+
+def test_hidden_states_cannot_be_recorded() -> None:
+    with pytest.raises(RankError, match="The model records hidden_states of its blocks"):
+        run_ranks(hidden_states, 2)
 
 
 def test_every_page_is_tested() -> None:

@@ -191,7 +191,11 @@ def _train(row: Row, folder: Path, stages: int) -> dict[str, Any]:
     L.seed_everything(5, verbose=False)
     module = row.module()
     options = row.options(folder) if callable(row.options) else row.options
-    pipeline = {"strategy": GPipeStrategy(3, **row.strategy), "devices": stages} if stages else {}
+    pipeline = (
+        {"strategy": GPipeStrategy(**{"chunks": 3, **row.strategy}), "devices": stages}
+        if stages
+        else {}
+    )
     run = trainer(**{"max_epochs": 2, "devices": 1, **pipeline, **options})
     run.fit(module)
     run.strategy.barrier()  # files are written

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check, logged
@@ -30,6 +30,14 @@ class Trainable(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+class Normalised(Trainable):
+    """Batch norm in what is frozen, which keeps its statistics."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone.insert(1, nn.BatchNorm1d(6))
 
 
 class Rate(Module):
@@ -197,7 +205,9 @@ def _rates(stages: int, folder: str) -> dict[str, Any]:
 
 ROWS: Rows = {
     "BackboneFinetuning": Row(
-        {"max_epochs": 3, "callbacks": [cb.BackboneFinetuning(1)]}, Trainable
+        {"max_epochs": 3, "callbacks": [cb.BackboneFinetuning(1, train_bn=False)]},
+        Normalised,
+        strategy={"chunks": 1},
     ),
     "BaseFinetuning": Row({"max_epochs": 3, "callbacks": [Unfreeze()]}, Trainable),
     "BasePredictionWriter": Row({"callbacks": [Writer("batch_and_epoch")]}, also=predicted),
