@@ -117,8 +117,8 @@ def _advice(module: nn.Module) -> str:
         )
     return (
         f"Its nn.ModuleList '{name}' may become one: `self.{name} ="
-        f" lightning_gpipe.Blocks(self.{name})`, if the model calls its blocks one after another"
-        " with the same extra arguments."
+        f" lightning_gpipe.Blocks(self.{name})`, if the model calls its blocks in order and hands"
+        " the hidden state from one to the next untouched."
     )
 
 

@@ -241,6 +241,9 @@ ROWS: Rows = {
         also=logged,
     ),
     "ModelCheckpoint": Row(saving(monitor="val_loss", save_top_k=2, save_last=True), also=saved),
+    "ModelCheckpoint(every_n_train_steps)": Row(
+        saving(every_n_train_steps=3, save_top_k=-1), also=saved
+    ),
     "ModelPruning": Refused(
         "ModelPruning replaces parameters", {"callbacks": [cb.ModelPruning("l1_unstructured")]}
     ),
