@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import GPipeStrategy
@@ -39,16 +39,13 @@ class DigitsData(L.LightningDataModule):
         self.train, self.val, self.test = random_split(dataset, [1297, 200, 300], generator)
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.train, shuffle=True)
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        return self._loader(self.val)
+        return DataLoader(self.val, self.batch_size)
 
     def test_dataloader(self) -> DataLoader:
-        return self._loader(self.test)
-
-    def _loader(self, dataset: Dataset, shuffle: bool = False) -> DataLoader:
-        return DataLoader(dataset, self.batch_size, shuffle=shuffle)
+        return DataLoader(self.test, self.batch_size)
 
 
 def block(channels_in: int, channels_out: int) -> list[nn.Module]:
