@@ -11,7 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Blocks(nn.ModuleList):
         super().__init__(blocks)
         self.as_tuple = as_tuple
         self._loop = _Loop()
-        self._programs: dict[str, list[_Call]] = {}
+        self._programs: dict[str, _Program] = {}
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -84,24 +84,31 @@ class Blocks(nn.ModuleList):
             _refuse_capturing()
             tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
             hidden = kwargs.get("hidden_states", next(tensors, None))
-            loop = self._loop = _Loop(hidden, hidden)
+            loop = self._loop = _Loop(hidden, hidden, _modes(hidden))
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if leaf is loop.promise), None)
         if index != len(loop.calls) or place is None or not isinstance(loop.hidden, Tensor):
             raise RuntimeError(
                 f"Block {index} was not called with what the one before it returned. {_CONDITION}"
             )
+        if _modes(loop.hidden) != loop.modes:
+            raise RuntimeError(
+                f"Block {index} is called with other settings of autograd or autocast than block 0,"
+                " and all run with one: call requires_grad_(False) on blocks to freeze them, and"
+                " choose Trainer(precision=...) for all of them."
+            )
         entries = [
             _HIDDEN if i == place else loop.entry(leaf, index) for i, leaf in enumerate(leaves)
         ]
         loop.calls.append(_Call(spec, tuple(entries)))
         if index < len(self) - 1:
-            loop.promise = loop.hidden.detach().as_subclass(_Promise)
+            loop.promise = _Promise.of(loop)
             return (loop.promise,) if self.as_tuple else loop.promise
-        key = hashlib.blake2b(repr(loop.calls).encode(), digest_size=16).hexdigest()
+        program = _Program(tuple(loop.calls), tuple(sorted(loop.reads)))
+        key = hashlib.blake2b(repr(program).encode(), digest_size=16).hexdigest()
         self._loop = _Loop()
         self._programs.pop(key, None)
-        self._programs[key] = loop.calls  # the latest comes last
+        self._programs[key] = program  # the latest comes last
         if len(self._programs) > _PROGRAMS:  # numbers among the arguments may differ in every step
             del self._programs[next(iter(self._programs))]
         return self((loop.hidden, loop.tensors, key))
@@ -120,9 +127,13 @@ class Blocks(nn.ModuleList):
         """
         output, tensors, key = value
         hidden = output[0] if isinstance(output, tuple) else output
-        args, kwargs = self._programs[key][index].arguments(hidden, tensors)
+        program = self._programs[key]
+        args, kwargs = program.calls[index].arguments(hidden, tensors)
         output = block(*args, **kwargs)
-        return output if index == len(self) - 1 else (output, tensors, key)
+        if index == len(self) - 1:
+            return output
+        program.check(index, hidden, output[0] if isinstance(output, tuple) else output)
+        return output, tensors, key
 
 
 _CONDITION = (
@@ -171,6 +182,34 @@ class _Call:
         return args, kwargs
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What the blocks are called with, and what the model assumed of their outputs.
+
+    Args:
+        calls: A call per block.
+        reads: What the model's loop read of the hidden state: its shape, its type.
+    """
+
+    calls: tuple[_Call, ...]
+    reads: tuple[str, ...]
+
+    def check(self, index: int, hidden: Tensor, output: Tensor) -> None:
+        """Refuse a hidden state that is other than the model's loop was told."""
+        before, after = hidden.shape[1:], output.shape[1:]
+        if "shape" in self.reads and after != before:
+            what = f"shape {list(output.shape)}, not {[len(output), *before]}"
+        elif "dtype" in self.reads and output.dtype != hidden.dtype:
+            what = f"{output.dtype}, not {hidden.dtype}"
+        else:
+            return
+        raise RuntimeError(
+            f"Block {index} returned a hidden state of {what} as it was given, and the model read"
+            " this between two blocks, before it is known: read it before the first one or after"
+            " the last."
+        )
+
+
 @dataclass(slots=True)
 class _Loop:
     """What is known of a loop over the blocks.
@@ -178,14 +217,18 @@ class _Loop:
     Args:
         hidden: What the first block is called with.
         promise: What the block before has returned.
+        modes: Of autograd and autocast, at the first call.
         calls: The calls so far.
         tensors: Their arguments that are tensors.
+        reads: What was read of promises.
     """
 
     hidden: Any = None
     promise: Any = None
+    modes: tuple[Any, ...] = ()
     calls: list[_Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
 
     def entry(self, leaf: Any, index: int) -> _Entry:
         """How an argument is noted: tensors once, whichever blocks they are for."""
@@ -209,39 +252,80 @@ class _Loop:
 
 
 class _StandIn:
-    """A block as the model's loop meets it in the pipeline."""
+    """A block as the model's loop meets it in the pipeline: of its class, with its attributes."""
+
+    __slots__ = ("_block", "_blocks", "_index")
 
     def __init__(self, blocks: Blocks, index: int, block: Any) -> None:
-        self._blocks, self._index, self._block = blocks, index, block
+        for name, value in (("_blocks", blocks), ("_index", index), ("_block", block)):
+            object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._blocks.note(self._index, args, kwargs)
+        blocks: Blocks = self._blocks
+        return blocks.note(self._index, args, kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self._block)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._block, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._block, name)
 
     def __repr__(self) -> str:
         return repr(self._block)
 
 
 class _Promise(Tensor):
-    """Stands for the output of a block until the last one is called; has a shape, but no values."""
+    """Stands for the output of a block until the last one is called; has no values.
 
-    _KNOWN = frozenset(
-        getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta")
-    ) | {Tensor.size, Tensor.dim, Tensor.is_floating_point}
+    Its shape and type are those that the first block is given, and what is read of them is noted.
+    """
+
+    _reads: set[str]
+
+    @classmethod
+    def of(cls, loop: _Loop) -> _Promise:
+        """The promise of the hidden state that a loop hands on."""
+        promise = loop.hidden.detach().as_subclass(cls)
+        promise.__dict__["_reads"] = loop.reads
+        return cast(_Promise, promise)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in cls._KNOWN:
+        if func not in _KNOWN:
             raise RuntimeError(
                 "The hidden state between two blocks was used, which isn't known before the last"
                 f" one is called. {_CONDITION}"
             )
+        args[0].__dict__["_reads"].add(_KNOWN[func])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+#: What may be asked of a promise, and what is read of the hidden state then.
+_KNOWN: dict[Any, str] = {
+    **{getattr(Tensor, name).__get__: "device" for name in ("device", "is_meta")},
+    **{getattr(Tensor, name).__get__: "shape" for name in ("shape", "ndim")},
+    Tensor.size: "shape",
+    Tensor.dim: "shape",
+    Tensor.dtype.__get__: "dtype",  # type: ignore[attr-defined]
+    Tensor.is_floating_point: "dtype",
+}
+
+
+def _modes(hidden: Any) -> tuple[Any, ...]:
+    """The settings with which a block runs."""
+    device = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    enabled = torch.is_autocast_enabled(device)
+    return torch.is_grad_enabled(), enabled, enabled and torch.get_autocast_dtype(device)
 
 
 def run_layer(index: int, layer: Callable[..., Any], value: Any) -> Any:

@@ -24,12 +24,14 @@ class Block(nn.Module):
         self.linear = nn.Linear(models.WIDTH, models.WIDTH)
         self.kind = kind
         self.as_tuple = False
+        self.gain = 1.0
+        self.widens = 1
 
     def forward(
-        self, hidden: Tensor, mask: Tensor, *, positions: Tensor, other: Tensor, scale: float
+        self, hidden: Tensor, mask: Tensor, *, positions: Tensor, other: Any, scale: float
     ) -> Any:
-        mixed = self.linear(hidden) + positions * other * scale
-        hidden = hidden + torch.where(mask, mixed, 0.0).tanh()
+        mixed = self.linear(hidden) + positions * other * scale * self.gain
+        hidden = (hidden + torch.where(mask, mixed, 0.0).tanh()).repeat(1, self.widens)
         return (hidden, None) if self.as_tuple else hidden
 
 
@@ -84,6 +86,50 @@ class Twice(Encoder):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + super().loss(x + 1, y)
+
+
+class Settings(Encoder):
+    """Tells blocks apart by their class, and sets an attribute of theirs."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        assert isinstance(block, Block)
+        block.gain = 1 + i / 4
+        return super().call(i, block, hidden, mask, shared)
+
+
+class Shapes(Encoder):
+    """Reads the shape and the type of what blocks return, which are those of their input."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        scale = hidden.shape[-1] / hidden.size(1) * hidden.dim() * (1 + hidden.dtype.itemsize)
+        return block(hidden, mask, scale=scale, **shared)
+
+
+class Widens(Encoder):
+    """Reads a shape that isn't known yet."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].widens = 2
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return super().call(i, block, hidden, mask, {**shared, "other": hidden.shape[1]})
+
+
+class HalfFrozen(Encoder):
+    """Runs the first blocks without autograd."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        with torch.set_grad_enabled(i > 1):
+            return super().call(i, block, hidden, mask, shared)
+
+
+class HalfCast(Encoder):
+    """Runs the last blocks in another precision."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=i > 1):
+            return super().call(i, block, hidden, mask, shared)
 
 
 class Skipped(Encoder):
@@ -144,7 +190,9 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
 
 
 @pytest.mark.parametrize("balance", ["flops", "params"])
-@pytest.mark.parametrize("kind", ["Encoder", "Tuples", "Square", "Keywords", "Twice"])
+@pytest.mark.parametrize(
+    "kind", ["Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"]
+)
 def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is an ordinary one before and after."""
     torch.manual_seed(2)
@@ -170,6 +218,9 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Between", "The hidden state between two blocks was used"),
         ("Jumps", "Block 3 was given the output of another block"),
         ("Checkpointed", "Block 3 was not called with what the one before it returned"),
+        ("Widens", r"Block 0 returned a hidden state of shape \[\d, 12\], not \[\d, 6\]"),
+        ("HalfFrozen", "Block 2 is called with other settings of autograd"),
+        ("HalfCast", "Block 2 is called with other settings of autograd or autocast"),
         ("Cached", "Block 0 was given a object, which can't be split"),
     ],
 )
