@@ -52,13 +52,18 @@ class DeferredBatchNorm:
         self._shares: list[float] = []
         self._layers = [m for m in modules if isinstance(m, _BatchNorm)]
         self._hooks = [
-            layer.register_forward_pre_hook(self._before_forward) for layer in self._layers
+            layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            for layer in self._layers
         ]
         self._active: dict[nn.Module, int] | None = (
             None  # uses of each layer in the running micro-batch
         )
         self._recompute = False
-        self._seen: dict[nn.Module, list[_Statistics]] = {}
+        self._seen: dict[_BatchNorm, list[_Statistics]] = {}
+
+    def __deepcopy__(self, memo: Any) -> DeferredBatchNorm:
+        """Copies of a module, such as averages, share this with it, and it leaves them alone."""
+        return self
 
     def remove(self) -> None:
         """Take the hooks off the modules."""
@@ -119,16 +124,19 @@ class DeferredBatchNorm:
                     use.count = [n * s for n, s in zip(use.count, self._shares, strict=True)]
                 self._move(layer, use)
 
-    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_forward(
+        self, layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Point a batch-norm layer that is about to run in training at a scratch row."""
-        if self._active is None or not layer.training or not isinstance(layer, _BatchNorm):
+        if self._active is None or not layer.training:
             return
         if not layer.track_running_stats:  # switched off to freeze the layer, perhaps
             return
         mean, variance = layer.running_mean, layer.running_var
-        if mean is None or variance is None or not args:
+        if mean is None or variance is None:
             return
-        count = args[0].numel() // max(args[0].shape[1], 1)
+        (values,) = (*args, *kwargs.values())
+        count = values.numel() // max(values.shape[1], 1)
         synchronized = isinstance(layer, nn.SyncBatchNorm)
         if count == 1 and not synchronized:
             raise ValueError(
@@ -152,15 +160,13 @@ class DeferredBatchNorm:
         layer.momentum = 1.0
 
     @staticmethod
-    def _move(layer: nn.Module, use: _Statistics) -> None:
+    def _move(layer: _BatchNorm, use: _Statistics) -> None:
         """Fold the pooled mean and unbiased variance of a mini-batch into the running ones.
 
         With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ
         n_m, μ = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is
         positive, so v never is negative.
         """
-        if not isinstance(layer, _BatchNorm):
-            return
         mean, variance, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
         if mean is None or variance is None:
             return

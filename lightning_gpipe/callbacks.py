@@ -30,7 +30,11 @@ from lightning_gpipe.summary import forward_on_meta
 
 @contextmanager
 def adapted(
-    callbacks: Sequence[object], pipeline: Pipeline, links: Links, can_gather: Callable[[], bool]
+    callbacks: Sequence[object],
+    pipeline: Pipeline,
+    links: Links,
+    can_gather: Callable[[], bool],
+    averages: bool,
 ) -> Iterator[list[Shadow]]:
     """Let callbacks work on a pipeline, until the end of the run. Collective over all ranks.
 
@@ -39,6 +43,7 @@ def adapted(
         pipeline: The module's, not cut yet.
         links: The process groups.
         can_gather: Tells whether the other stages can be waited for.
+        averages: Whether callbacks use the averages that they keep; they may be another module's.
 
     Yields:
         The copies of the module that the callbacks keep.
@@ -48,7 +53,7 @@ def adapted(
     with _parameters_by_identity(callbacks), _summaries_in(callbacks, on_meta):
         yield [
             Shadow(copy, f"{prefix}{pipeline.backbone}", links, can_gather)
-            for copy, prefix in _averages(callbacks)
+            for copy, prefix in (_averages(callbacks) if averages else ())
         ]
 
 

@@ -35,6 +35,7 @@ from lightning_gpipe.state import (
     materialize,
     outside_to,
     share_outside,
+    to_meta,
 )
 
 
@@ -52,7 +53,7 @@ class Pipeline:
         links: The process groups.
         replica_options: How replicas communicate.
         devices: The name of every stage's device, for the table.
-        optimizers: Returns the optimizers.
+        optimizers: Returns the optimizers that work in this run.
         on_cut: Called when the module has been cut. Collective over all ranks.
         inform: Prints a text on rank 0.
         warn: Warns on rank 0.
@@ -144,8 +145,8 @@ class Pipeline:
         """Give the module back.
 
         Args:
-            restore: Whether to bring all weights and optimizer state to rank 0's host memory, and
-                all others what they hold to theirs. Collective then.
+            restore: Whether to bring all weights to the host memory of every rank, and all
+                optimizer state to rank 0's. Collective then.
         """
         for module in list(self._forwards):
             self._direct(module)
@@ -157,18 +158,15 @@ class Pipeline:
             self._replicas.close()
         if self._skeleton is None:
             outside_to(self.module, self._backbone, torch.device("cpu"))
-            for slot in self._empty:
-                slot.replace(torch.empty_like(slot.tensor, device="meta"))
         elif restore:
             self._restore(self._skeleton)
-        if restore and any(p.is_meta for p in self._backbone.parameters()):
-            self._redirect(self._backbone, _on_rank_0)
+        if self._skeleton is None or restore:
+            to_meta(self._empty)
 
     def _restore(self, skeleton: Skeleton) -> None:
-        """Bring all weights and optimizer state to rank 0's host memory. Collective."""
         states = [self.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
         outside_to(self.module, self._backbone, torch.device("cpu"))
-        skeleton.restore(gather=self._links.replica == 0)
+        skeleton.restore()
         for optimizer, state in zip(self._optimizers(), states, strict=True):
             if self._links.is_first and self._links.replica == 0:
                 optimizer.load_state_dict(state)
@@ -248,8 +246,12 @@ class Pipeline:
         return self._skeleton.gather(state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`."""
-        if self._skeleton is None or self._links.replica:
+        """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`.
+
+        That of an optimizer of an earlier run is whole on rank 0 already.
+        """
+        spread = any(optimizer is found for found in self._optimizers())
+        if self._skeleton is None or self._links.replica or not spread:
             return optimizer.state_dict()
         return self._skeleton.optimizer_state_dict(optimizer)
 
@@ -392,14 +394,6 @@ def _not_alone(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
         " the backbone as a whole."
-    )
-
-
-def _on_rank_0(*args: Any, **kwargs: Any) -> Any:
-    """The forward of a backbone whose layers went to rank 0 when the Trainer was through."""
-    raise RuntimeError(
-        "After the Trainer the whole model is on rank 0 only, and this is another rank. Use the"
-        " model under `if trainer.is_global_zero:`, or through the Trainer (predict, test)."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -66,10 +66,7 @@ def gradient_norm(
     """
     if not parameters:
         return torch.zeros((), device=links.device)
-    dtypes = [p.dtype for p in parameters]
-    dtype = torch.float32
-    for other in dtypes:
-        dtype = torch.promote_types(dtype, other)
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
     norms = torch.zeros(len(parameters), dtype=dtype, device=links.device)
     for i, parameter in enumerate(parameters):
         if parameter.grad is not None and (owner(parameter) or 0) == links.stage:

@@ -6,10 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    ModelPruning,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
@@ -139,6 +136,12 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"{name} needs all parameters of the model in one process, and GPipeStrategy"
                 " spreads them over stages: use an optimizer that works parameter by parameter,"
                 " such as SGD or AdamW."
+            )
+        if any(group.get("max_grad_norm") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{name}(max_grad_norm=...) clips by the norm of the gradients that it sees, which"
+                " are those of one stage: give it max_grad_norm=None, and the Trainer"
+                " gradient_clip_val=..., which is right over all stages."
             )
 
 

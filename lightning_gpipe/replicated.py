@@ -18,6 +18,8 @@ from lightning_gpipe.links import Links
 from lightning_gpipe.replicas import average_over_replicas, refuse_sparse
 from lightning_gpipe.state import Slot
 
+DRIFT = 1e-6  # of the sum of absolute values, by which a parameter may differ between stages
+
 
 class Replicated:
     """Keeps replicated parameters and buffers equal on all stages and replicas.
@@ -34,6 +36,7 @@ class Replicated:
     ) -> None:
         tensors = [slot.tensor for slot in slots if slot.is_parameter]
         self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        self._names = [slot.names[0] for slot in slots if slot.is_parameter]
         buffers = [slot for slot in slots if not slot.is_parameter]
         self._outside = [slot for slot in buffers if slot.is_outside]
         self._shared = [slot for slot in buffers if not slot.is_outside]
@@ -47,13 +50,12 @@ class Replicated:
             held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
             self._broadcasts.append((held, links.across.data, links.across.ranks[0]))
         self._summed: dict[nn.Parameter, Tensor] = {}
-        self._aside: dict[nn.Parameter, Tensor] = {}
+        self._backwards = 0
 
     def before_backward(self) -> None:
-        """Set aside gradients that are summed already, so that they are not summed again."""
+        """Leave gradients that are summed already to the first stage, to be summed once."""
         for parameter, gradient in self._summed.items():
-            if parameter.grad is gradient:
-                self._aside[parameter] = gradient
+            if parameter.grad is gradient and not self._links.is_first:
                 parameter.grad = None
         self._summed = {}
 
@@ -68,6 +70,9 @@ class Replicated:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
+        self._backwards += 1
+        if self._backwards & (self._backwards - 1) == 0:  # the 1st, 2nd, 4th, 8th…
+            self._check_equal()
         for slots, group, source in self._broadcasts:
             buffers = [slot.tensor for slot in slots if slot.tensor.is_floating_point()]
             for dtype in dict.fromkeys(b.dtype for b in buffers):
@@ -92,10 +97,30 @@ class Replicated:
         wanted = [p for p, has in zip(self._parameters, anywhere, strict=False) if has]
         for dtype in dict.fromkeys(p.dtype for p in wanted):
             self._sum([p for p in wanted if p.dtype == dtype])
-        for parameter, gradient in self._aside.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._aside = {}
         self._summed = {p: p.grad for p in self._parameters if p.grad is not None}
+
+    def _check_equal(self) -> None:
+        """Refuse parameters that aren't the same on every stage any more. Collective.
+
+        Sums and absolute sums stand for the values.
+        """
+        if self._links.stages == 1 or not self._parameters:
+            return
+        sums = [torch.sum(p, dtype=torch.float64) for p in self._parameters]
+        sizes = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in self._parameters]
+        marks = torch.stack([torch.stack(sums), torch.stack(sizes)])
+        ends = torch.stack([marks, -marks])
+        ends = ends.cpu() if self._links.through_host else ends
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self._links.data)
+        differ = (ends[0] + ends[1] > DRIFT * ends[0, 1]).any(0).nonzero().flatten()
+        if len(differ):
+            name = self._names[int(differ[0])]
+            raise RuntimeError(
+                f"Every stage holds {name}, and they have set it to different values. What sets it"
+                " reads weights that other stages hold, as an average of the backbone does (use"
+                " Lightning's EMAWeightAveraging for one) and an optimizer that looks at all"
+                " parameters together; or it was initialised after the Trainer started."
+            )
 
     def _moved(self) -> list[bool]:
         """For each buffer that layers of several stages share whether this stage changed it."""

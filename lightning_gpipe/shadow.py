@@ -15,7 +15,7 @@ from torch import nn
 from lightning_gpipe.links import Links
 from lightning_gpipe.partition import Partition
 from lightning_gpipe.replicas import share_over_replicas
-from lightning_gpipe.state import Skeleton, materialize, share_outside
+from lightning_gpipe.state import Skeleton, materialize, share_outside, to_meta
 
 
 class Shadow:
@@ -50,14 +50,13 @@ class Shadow:
         self._module.__dict__.update(state_dict=self._state_dict, to=self._to)
 
     def close(self, restore: bool) -> None:
-        """Give the copy back; on the first rank whole, if it is to be restored."""
+        """Give the copy back, whole if it is to be restored."""
         for name in ("state_dict", "to"):
             self._module.__dict__.pop(name, None)
-        if self._skeleton is None:
-            for slot in self._empty:
-                slot.replace(torch.empty_like(slot.tensor, device="meta"))
-        elif restore:
-            self._skeleton.restore(gather=self._links.replica == 0)
+        if self._skeleton is not None and restore:
+            self._skeleton.restore()
+        if self._skeleton is None or restore:
+            to_meta(self._empty)
 
     def _state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The whole copy's on the first rank, for a checkpoint."""

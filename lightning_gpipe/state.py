@@ -58,8 +58,13 @@ class Slot:
         parameter = self.tensor
         other = nn.Parameter(value, requires_grad=parameter.requires_grad)
         other.__dict__.update(parameter.__dict__)
+        recurrent = [module for module, _ in self.places if isinstance(module, nn.RNNBase)]
+        for module in recurrent:
+            module._flat_weight_refs = []  # weak references, for what torch.compile does
         try:
             torch.utils.swap_tensors(parameter, other)
+            for module in recurrent:
+                module._init_flat_weights()
         except RuntimeError as error:
             raise RuntimeError(
                 f"Can't move the parameter {self.names[0]} between stages, because something holds"
@@ -145,20 +150,19 @@ class Skeleton:
             for slot in self.slots:
                 if not slot.is_outside:
                     slot.to(self._device)
+            for module in self._module.modules():
+                if isinstance(module, nn.RNNBase):
+                    module.flatten_parameters()  # as cuDNN wants them
 
-    def restore(self, gather: bool) -> None:
-        """Bring what this rank holds to host memory.
-
-        Args:
-            gather: Whether the first stage gets the whole module. Collective then.
-        """
+    def restore(self) -> None:
+        """Bring the whole module to the host memory of every rank. Collective."""
         with torch.no_grad():
             for slot in self.slots:
                 slot.to(torch.device("cpu"))
             for slot in self.slots:
-                if gather and slot.owner:
-                    value = self._to_first(slot.owner, slot.tensor)
-                    if self._control.stage == 0:
+                if slot.owner is not None:
+                    value = self._control.broadcast("state", slot.tensor.data, source=slot.owner)
+                    if not self.is_here(slot.owner):
                         slot.replace(value)
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +287,7 @@ def share_outside(
 
 
 def materialize(backbone: nn.Module) -> list[Slot]:
-    """Give tensors that an earlier run left on the meta device empty memory on the host.
+    """Give tensors on the meta device, where this rank wants no copy, empty memory on the host.
 
     Returns:
         Their places; what stands there means nothing until the module is cut.
@@ -302,6 +306,13 @@ def materialize(backbone: nn.Module) -> list[Slot]:
         for slot in slots:
             slot.replace(torch.empty_like(slot.tensor, device="cpu"))
     return slots
+
+
+def to_meta(slots: Iterable[Slot]) -> None:
+    """Take back what :func:`materialize` did."""
+    with torch.no_grad():
+        for slot in slots:
+            slot.replace(torch.empty_like(slot.tensor, device="meta"))
 
 
 def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -19,10 +18,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_gpipe import callbacks, refusals
+from lightning_gpipe import callbacks, metrics, refusals
 from lightning_gpipe import checkpoint as files
 from lightning_gpipe.control import RemoteError
 from lightning_gpipe.cost import Balance
@@ -134,9 +132,8 @@ class GPipeStrategy(PipelineState):
         )
         self._precision: PipelinePrecision | None = None
         self._shadows: list[Shadow] = []
-        self._logged: dict[int, dict[str, Any]] = {}
+        self._logged: list[tuple[Any, dict[str, Any]]] = []  # what loggers know already
         self._run = ExitStack()  # what the end of a run undoes
-        self._metrics: dict[Metric, tuple[Callable[[], bool], Any]] = {}
         self._evaluations = 0
         self._accumulating = False
 
@@ -173,13 +170,19 @@ class GPipeStrategy(PipelineState):
             self._links,
             self._replica_options,
             devices=[str(self._device_of(rank)) for rank in self._links.ranks],
-            optimizers=lambda: self.optimizers,
+            optimizers=lambda: self.optimizers if fitting else [],
             on_cut=self._on_cut,
             inform=rank_zero_info,
             warn=rank_zero_warn,
         )
         self._shadows = self._run.enter_context(
-            callbacks.adapted(self._callbacks, self._pipeline, self._links, self._can_gather)
+            callbacks.adapted(
+                self._callbacks,
+                self._pipeline,
+                self._links,
+                self._can_gather,
+                averages=trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING),
+            )
         )
         self.model_to_device()
         if fitting:
@@ -191,7 +194,7 @@ class GPipeStrategy(PipelineState):
         self._precision = PipelinePrecision(
             self.precision_plugin, self._pipeline.owner, self._links
         )
-        self._adopt_metrics(self.lightning_module, self._links.across.data)
+        self._run.enter_context(metrics.over_replicas(self._links))
 
     def _synchronize_batch_norm(self, module: nn.Module, group: Any) -> None:
         """Put SyncBatchNorm in where it is wanted, over the replicas."""
@@ -207,28 +210,24 @@ class GPipeStrategy(PipelineState):
         for shadow in self._shadows:
             shadow.cut(partition)
         trainer = self._trainer()
-        if self.is_global_zero and trainer.enable_autolog_hparams:
-            settings = {
-                **files.record(self.chunks, self.stages, self.replicas, partition),
-                "backbone": self._active_pipeline().backbone,
-                **self._settings.for_loggers(),
-            }
-            for logger in trainer.loggers:
-                if self._logged.get(id(logger)) != settings:  # not once more for a test after a fit
-                    self._logged[id(logger)] = settings
-                    known = getattr(logger, "hparams", {})  # TensorBoard shows what it gets last
-                    logger.log_hyperparams({**known, "gpipe": settings})
-
-    def _adopt_metrics(self, lightning_module: pl.LightningModule, group: Any) -> None:
-        """Let metrics be reduced over replicas alone: the stages of one see the same values."""
-        if self.replicas == 1:
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        for module in lightning_module.modules():
-            if isinstance(module, Metric):
-                self._metrics[module] = module.distributed_available_fn, module.process_group
-                module.process_group = group
-                if self.replicas == 1:
-                    module.distributed_available_fn = _not_distributed
+        if not self.is_global_zero or not trainer.enable_autolog_hparams:
+            return
+        settings = {
+            **files.record(self.chunks, self.stages, self.replicas, partition),
+            "backbone": self._active_pipeline().backbone,
+            **self._settings.for_loggers(),
+        }
+        for logger in trainer.loggers:
+            if any(found is logger and told == settings for found, told in self._logged):
+                continue  # it's a test after a fit, perhaps
+            self._logged.append((logger, settings))
+            known = getattr(logger, "hparams", {})  # TensorBoard shows what it gets last
+            try:
+                logger.log_hyperparams({**known, "gpipe": settings})
+            except Exception as error:  # MLflow's can't be changed within a run
+                rank_zero_warn(
+                    f"{type(logger).__name__} did not take the settings of the pipeline: {error}"
+                )
 
     @override
     def model_to_device(self) -> None:
@@ -423,9 +422,6 @@ class GPipeStrategy(PipelineState):
         self._shadows = []
         self._run.close()
         self.disconnect()
-        for metric, (available, group) in self._metrics.items():
-            metric.distributed_available_fn, metric.process_group = available, group
-        self._metrics = {}
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -440,7 +436,3 @@ class GPipeStrategy(PipelineState):
                 " predict."
             )
         return self._pipeline
-
-
-def _not_distributed() -> bool:
-    return False

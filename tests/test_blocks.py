@@ -183,8 +183,6 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
     module = globals()[kind]()
     strategy = GPipeStrategy(3, balance=balance)
     state = train(module, max_steps=5, devices=stages, strategy=strategy)
-    if module.blocks[0].linear.weight.is_meta:  # another rank than 0
-        return None
     with torch.no_grad():
         return state, [block.kind for block in module.blocks], module(torch.ones(2, 6).double())
 

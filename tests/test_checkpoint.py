@@ -126,33 +126,21 @@ def life() -> list[str]:
     run = trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(4))
     run.fit(module)
     devices = [str(p.device) for p in module.parameters()]
-    before = {name: p.clone() for name, p in module.named_parameters() if not p.is_meta}
+    before = {name: p.clone() for name, p in module.named_parameters()}
     outputs = run.predict(module, data)
     trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2, balance=[5, 1])).fit(module)
     again = trainer(devices=2, strategy=GPipeStrategy(8)).predict(module, data)
-    if torch.distributed.get_rank() == 0:
-        whole = [module(x) for x in data]
-        torch.testing.assert_close(again, [y.detach() for y in whole], rtol=0, atol=1e-12)
-        if any(torch.equal(p, before[name]) for name, p in module.named_parameters()):
-            raise AssertionError("the second fit should have moved every weight")
+    whole = [module(x) for x in data]
+    torch.testing.assert_close(again, [y.detach() for y in whole], rtol=0, atol=1e-12)
+    if any(torch.equal(p, before[name]) for name, p in module.named_parameters()):
+        raise AssertionError("the second fit should have moved every weight")
     if torch.equal(outputs[0], again[0]):
         raise AssertionError("predictions should differ after the second fit")
-    if torch.distributed.get_rank() and "rank 0 only" not in str(call(module)):
-        raise AssertionError("the module of another rank should say where the whole one is")
-    if torch.distributed.get_rank() == 0 and "forward" in module.backbone.__dict__:
+    if "forward" in module.backbone.__dict__:
         raise AssertionError("the module should be as it was")
     return devices
 
 
-def call(module: models.Module) -> Exception | None:
-    try:
-        module(torch.zeros(2, 6, dtype=torch.float64))
-    except RuntimeError as error:
-        return error
-    return None
-
-
-def test_the_module_is_whole_again_on_rank_0() -> None:
+def test_the_module_is_whole_again_on_every_rank() -> None:
     first, second = run_ranks(life, 2)
-    assert set(first) == {"cpu"}
-    assert set(second) == {"cpu", "meta"}
+    assert set(first) == set(second) == {"cpu"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -137,17 +138,37 @@ def test_after_an_exception(tmp_path: Any) -> None:
     torch.testing.assert_close(ranks[0][1], module.state_dict(), rtol=0, atol=1e-10)
 
 
-def on_another_rank() -> str:
+def alone() -> tuple[Tensor, dict[str, Any]]:
+    """Every rank uses its module by itself after a run, as scripts for DDP do."""
     module = Living()
     trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(module)
-    try:
-        module(torch.zeros(2, models.WIDTH, dtype=torch.float64))
-    except RuntimeError as error:
-        return str(error)
-    return "worked"
+    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).test(module, verbose=False)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    module.float().double()
+    return module(torch.ones(2, models.WIDTH, dtype=torch.float64)).detach(), torch.load(file)
 
 
-def test_the_whole_module_is_on_rank_0() -> None:
-    first, second = run_ranks(on_another_rank, 2)
-    assert first == "worked"
-    assert "the whole model is on rank 0 only" in second
+def test_every_rank_has_the_whole_module() -> None:
+    first, second = run_ranks(alone, 2)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    assert not any(tensor.is_meta for tensor in second[1].values())
+
+
+def on_meta() -> list[tuple[bool, bool]]:
+    """A rank that has no memory for the module to begin with has none at the end."""
+    module, found = Living(), []
+    if dist.get_rank():
+        module.backbone.to("meta")
+    for _ in range(2):
+        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(module)
+        tensors = list(module.backbone.parameters())
+        found.append((all(p.is_meta for p in tensors), any(p.is_meta for p in tensors)))
+    return found
+
+
+def test_a_rank_without_the_module_stays_without() -> None:
+    first, second = run_ranks(on_meta, 2)
+    assert first == [(False, False)] * 2
+    assert second == [(True, True)] * 2
