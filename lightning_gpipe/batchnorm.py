@@ -8,6 +8,8 @@ parameters and keys of the modules stay what they are.
 
 SyncBatchNorm normalises a micro-batch together with those of the other replicas, and leaves their
 common statistics in the same way. So all replicas must have the same number of micro-batches.
+
+InstanceNorm that tracks running statistics is treated alike; its are averages over the samples.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lightning_gpipe.control import Control
 
@@ -50,7 +52,7 @@ class DeferredBatchNorm:
         self._deferred = deferred
         self._across = across
         self._shares: list[float] = []
-        self._layers = [m for m in modules if isinstance(m, _BatchNorm)]
+        self._layers = [m for m in modules if isinstance(m, _NormBase)]
         self._hooks = [
             layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             for layer in self._layers
@@ -59,7 +61,7 @@ class DeferredBatchNorm:
             None  # uses of each layer in the running micro-batch
         )
         self._recompute = False
-        self._seen: dict[_BatchNorm, list[_Statistics]] = {}
+        self._seen: dict[_NormBase, list[_Statistics]] = {}
 
     def __deepcopy__(self, memo: Any) -> DeferredBatchNorm:
         """Copies of a module, such as averages, share this with it, and it leaves them alone."""
@@ -125,7 +127,7 @@ class DeferredBatchNorm:
                 self._move(layer, use)
 
     def _before_forward(
-        self, layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: _NormBase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Point a batch-norm layer that is about to run in training at a scratch row."""
         if self._active is None or not layer.training:
@@ -136,9 +138,10 @@ class DeferredBatchNorm:
         if mean is None or variance is None:
             return
         (values,) = (*args, *kwargs.values())
-        count = values.numel() // max(values.shape[1], 1)
+        over_batch = isinstance(layer, _BatchNorm)
+        count = values.numel() // max(values.shape[1], 1) if over_batch else len(values)
         synchronized = isinstance(layer, nn.SyncBatchNorm)
-        if count == 1 and not synchronized:
+        if count == 1 and over_batch and not synchronized:
             raise ValueError(
                 "A batch-norm layer got a micro-batch with one value per channel, which has no"
                 " variance: lower `chunks`, so that every micro-batch has at least two samples. For"
@@ -160,25 +163,30 @@ class DeferredBatchNorm:
         layer.momentum = 1.0
 
     @staticmethod
-    def _move(layer: _BatchNorm, use: _Statistics) -> None:
+    def _move(layer: _NormBase, use: _Statistics) -> None:
         """Fold the pooled mean and unbiased variance of a mini-batch into the running ones.
 
         With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ
         n_m, μ = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is
-        positive, so v never is negative.
+        positive, so v never is negative. InstanceNorm's v is Σ n_m v_m / n, with n samples.
         """
         mean, variance, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
         if mean is None or variance is None:
             return
-        if tracked is not None:
+        over_batch = isinstance(layer, _BatchNorm)
+        if tracked is not None and over_batch:
             tracked.add_(1)
         momentum = layer.momentum
-        if momentum is None:  # cumulative average
-            momentum = 1.0 if tracked is None else 1.0 / float(tracked)
+        if momentum is None:  # cumulative average; InstanceNorm knows none
+            momentum = 0.0 if not over_batch else 1.0 if tracked is None else 1.0 / float(tracked)
         dtype = torch.promote_types(mean.dtype, torch.float32)
         means, variances = torch.stack(use.mean).to(dtype), torch.stack(use.variance).to(dtype)
         count = means.new_tensor(use.count).unsqueeze(1)
         total = sum(use.count)
+        if not over_batch:
+            mean.mul_(1 - momentum).add_((count * means).sum(0) / total, alpha=momentum)
+            variance.mul_(1 - momentum).add_((count * variances).sum(0) / total, alpha=momentum)
+            return
         shift = means - means[0]  # small next to a large mean: no digits are lost
         pooled_shift = (count * shift).sum(0) / total
         pooled = ((count - 1) * variances).sum(0) + (count * (shift - pooled_shift).square()).sum(0)

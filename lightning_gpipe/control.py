@@ -216,8 +216,8 @@ class Control:
             raise RuntimeError(
                 f"Stage {self.stage} (rank {self.ranks[self.stage]}) expected a message of kind"
                 f" '{kind}' from stage {source} (rank {self.ranks[source]}), which sent"
-                f" '{_KINDS[code]}': the stages do not run the same step. Call the model and the"
-                " Trainer on every rank alike, never under `if rank == 0`."
+                f" '{_KINDS[code]}': the stages do not run the same step. Call the model, the"
+                " Trainer and its data loaders on every rank alike, never under `if rank == 0`."
             )
         blob = frame[_KIND_AND_LENGTH.size : _KIND_AND_LENGTH.size + length]
         if len(blob) < length:

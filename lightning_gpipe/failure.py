@@ -46,6 +46,7 @@ EXIT_S = 10.0  # for the process to end after its main thread has
 STALL_S = 120.0  # for which all ranks must wait, and none work, to be taken for stuck
 _TICK_S = 1.0
 _NO_RANK = -1
+_META = re.compile(r"\bmeta tensor\b")
 _TEXT = 4000  # characters of an error
 _PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|by peer", re.IGNORECASE)
@@ -77,6 +78,8 @@ class Failure:
         )
         name = type(error).__name__
         text = f"{name}: {error}" if str(error) else name
+        if isinstance(error, RuntimeError) and _META.search(text) and "stages hold" not in text:
+            text += " (What other stages hold is on the meta device here, without values.)"
         return cls(rank, rank % stages, text[:_TEXT], lost)
 
     def plausibility(self) -> int:

@@ -18,7 +18,7 @@ from lightning_gpipe.links import Links
 from lightning_gpipe.replicas import average_over_replicas, refuse_sparse
 from lightning_gpipe.state import Slot
 
-DRIFT = 1e-6  # of the sum of absolute values, by which a parameter may differ between stages
+DRIFT = 1e-6  # of a parameter's norm, by which it may differ between stages
 
 
 class Replicated:
@@ -102,19 +102,27 @@ class Replicated:
     def _check_equal(self) -> None:
         """Refuse parameters that aren't the same on every stage any more. Collective.
 
-        Sums and absolute sums stand for the values.
+        Norms stand for the values.
         """
-        if self._links.stages == 1 or not self._parameters:
+        held = [
+            (name, p)
+            for name, p in zip(self._names, self._parameters, strict=True)
+            if p.is_floating_point()
+        ]
+        if self._links.stages == 1 or not held:
             return
-        sums = [torch.sum(p, dtype=torch.float64) for p in self._parameters]
-        sizes = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in self._parameters]
-        marks = torch.stack([torch.stack(sums), torch.stack(sizes)])
-        ends = torch.stack([marks, -marks])
+        norms = [
+            torch.linalg.vector_norm(p, order, dtype=torch.promote_types(p.dtype, torch.float32))
+            for order in (1, 2)
+            for _, p in held
+        ]
+        marks = torch.stack([norm.double() for norm in norms]).view(2, -1)
+        ends = torch.stack([marks, -marks])  # of which the largest are the largest and smallest
         ends = ends.cpu() if self._links.through_host else ends
         dist.all_reduce(ends, dist.ReduceOp.MAX, self._links.data)
-        differ = (ends[0] + ends[1] > DRIFT * ends[0, 1]).any(0).nonzero().flatten()
+        differ = (ends[0] + ends[1] > DRIFT * ends[0]).any(0).nonzero().flatten()
         if len(differ):
-            name = self._names[int(differ[0])]
+            name, _ = held[int(differ[0])]
             raise RuntimeError(
                 f"Every stage holds {name}, and they have set it to different values. What sets it"
                 " reads weights that other stages hold, as an average of the backbone does (use"

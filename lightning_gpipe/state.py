@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lightning_gpipe.control import Control
@@ -374,13 +374,13 @@ def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:
     stages: dict[nn.Module, set[int]] = {}
     for index, layer in enumerate(layers_of(backbone)):
         for module in layer.modules():
-            if isinstance(module, _BatchNorm) and module.track_running_stats:
+            if isinstance(module, _NormBase) and module.track_running_stats:
                 stages.setdefault(module, set()).add(partition.stage_of(index))
     for module, users in stages.items():
         if len(users) > 1:
             raise ValueError(
                 f"One {type(module).__name__} with running statistics is used by stages"
-                f" {sorted(users)}, which can't both move them: use one batch-norm layer each, or a"
+                f" {sorted(users)}, which can't both move them: use one layer each, or a"
                 " `balance` that keeps its users on one stage."
             )
 

@@ -116,6 +116,33 @@ def test_a_layer_used_twice_moves_twice() -> None:
     assert not layer._forward_pre_hooks
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_instance_norm_moves_once(momentum: float | None) -> None:
+    torch.manual_seed(0)
+    layer = nn.InstanceNorm1d(3, momentum=momentum, track_running_stats=True).double()  # type: ignore[arg-type]
+    reference = copy.deepcopy(layer)
+    samples = torch.randn(7, 3, 5, dtype=torch.float64)
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    outputs = []
+    for part in samples.split([3, 3, 1]):
+        with deferred.micro_batch(recompute=False):
+            outputs.append(layer(input=part))  # by name, too
+    deferred.finish()
+    torch.testing.assert_close(torch.cat(outputs), reference(samples), rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
+
+
+def test_copies_are_left_alone() -> None:
+    """Averages and teachers are copies, and may run inside a step."""
+    layer = nn.BatchNorm1d(3)
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    copied = copy.deepcopy(layer)
+    copied(torch.randn(4, 3))
+    assert copied.num_batches_tracked == 1
+    deferred.finish()
+    assert layer.num_batches_tracked == 0
+
+
 def test_a_recompute_moves_nothing() -> None:
     layer = nn.BatchNorm1d(3)
     before = copy.deepcopy(layer.state_dict())

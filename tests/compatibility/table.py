@@ -19,6 +19,7 @@ from tests.compatibility import (
     test_callbacks,
     test_features,
     test_hooks,
+    test_idioms,
     test_loggers,
     test_plugins,
     test_trainer,
@@ -39,6 +40,7 @@ ROWS: dict[str, Rows] = {
     "Loggers": test_loggers.ROWS,
     "Plugins and profilers": test_plugins.ROWS,
     "Features": test_features.ROWS,
+    "Idioms": test_idioms.ROWS,
 }
 
 
