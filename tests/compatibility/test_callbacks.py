@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check, logged
+from tests import models
+from tests.compatibility.rows import STAGES, Module, Refused, Row, Rows, Shown, check, logged
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
@@ -270,3 +271,22 @@ ROWS: Rows = {
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name: str, tmp_path: Path) -> None:
     check(__name__, ROWS, name, tmp_path)
+
+
+class Other(Module):
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Sequential(*(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(9)))
+
+
+def test_another_module_after_averaging() -> None:
+    """The average that the callback keeps is none of it."""
+    first, second = run_ranks(_another, STAGES)
+    assert first == second
+
+
+def _another() -> Any:
+    averaging = cb.WeightAveraging()
+    run = trainer(devices=STAGES, strategy=GPipeStrategy(3), max_epochs=1, callbacks=[averaging])
+    run.fit(Module())
+    return run.test(Other(), verbose=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,28 @@ def _settings(folder: str, enable: bool = True) -> Any:
     run.fit(Hyper())
     path = Path(folder) / "csv" / "version_0" / "hparams.yaml"
     return own.hyperparameters, dict(board.hparams), path.read_text() if path.exists() else ""
+
+
+class Fixed(Own):
+    """Takes settings once, as MLflow does in a run."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        settings = params.get("gpipe")
+        if settings and self.hyperparameters.setdefault("gpipe", settings) != settings:
+            raise ValueError("changing settings is not allowed")
+
+
+def test_a_logger_that_does_not_take_settings() -> None:
+    assert run_ranks(_fixed, STAGES)[0] == [3]
+
+
+def _fixed() -> Any:
+    logger, found = Fixed(), []
+    for chunks in (3, 2):
+        strategy = GPipeStrategy(chunks)
+        run = trainer(devices=STAGES, strategy=strategy, max_epochs=1, logger=logger)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fit(Module())
+        found += [chunks] if not any("did not take" in str(w.message) for w in caught) else []
+    return found
