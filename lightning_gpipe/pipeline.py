@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from lightning_gpipe.agreement import Agreement
 from lightning_gpipe.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.blocks import runner
 from lightning_gpipe.cost import (
@@ -29,6 +31,7 @@ from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.settings import Settings
 from lightning_gpipe.stage import Stage
 from lightning_gpipe.state import (
+    PartialStateDict,
     Skeleton,
     Slot,
     layers_of,
@@ -88,6 +91,9 @@ class Pipeline:
         self._engine: Engine | None = None
         self._replicas: Replicas | None = None
         self._replicated: Replicated | None = None
+        self._agreement: Agreement | None = None
+        self._partial = PartialStateDict(warn)
+        self._hooks: list[RemovableHandle] = []
         self._step: tuple[int, ...] = (0,)
         self._forwards: dict[nn.Module, Any] = {}
         self._empty: list[Slot] = []
@@ -150,6 +156,8 @@ class Pipeline:
         """
         for module in list(self._forwards):
             self._direct(module)
+        for hook in self._hooks:
+            hook.remove()
         if self._engine is not None:
             if restore:
                 self._engine.flush()
@@ -193,7 +201,8 @@ class Pipeline:
         Yields:
             The loss to differentiate on this stage.
         """
-        if self._engine is None or self._replicated is None or self._replicas is None:
+        agreement, replicas, replicated = self._agreement, self._replicas, self._replicated
+        if self._engine is None or not agreement or not replicas or not replicated:
             # the backbone was not called yet: all stages compute the same
             if self._links.replicas > 1:
                 raise RuntimeError(
@@ -203,13 +212,14 @@ class Pipeline:
                 )
             yield loss
             return
-        self._replicated.before_backward()
-        expect_last = self._replicas.expect_last if synchronize else None
+        replicated.before_backward()
+        expect_last = replicas.expect_last if synchronize else None
         yield self._engine.steer(loss, retain, expect_last)
         self._engine.finish_backward()
         if synchronize:
-            self._replicas.finish()
-            self._replicated.synchronize()
+            replicas.finish()
+            replicated.synchronize()
+            agreement.check(loss)
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
@@ -240,7 +250,8 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`lightning_gpipe.state.Skeleton.gather`; only replica 0's is whole."""
-        state: dict[str, Any] = self.module.state_dict()
+        with self._partial.silent():
+            state: dict[str, Any] = self.module.state_dict()
         if self._skeleton is None or self._links.replica:
             return state
         return self._skeleton.gather(state)
@@ -322,16 +333,21 @@ class Pipeline:
             self._replicated = Replicated(
                 skeleton.replicated, skeleton.own, links, options.broadcast_buffers
             )
+            self._agreement = Agreement(skeleton.replicated, links)
+            if links.stages > 1:
+                self._hooks.append(self._backbone.register_state_dict_post_hook(self._partial))
             self._on_cut(partition)
 
     def _warn_of_time_first(self) -> None:
         for name, module in self._backbone.named_modules():
             if getattr(module, "batch_first", True) is False:
-                self._warn(
-                    f"'{self.backbone}.{name}' ({type(module).__name__}) has batch_first=False, but"
-                    " micro-batches are cut along dimension 0: it must be the batch, or the layer"
-                    " sees slices of time. Build it with batch_first=True."
+                name = f"'{self.backbone}.{name}' ({type(module).__name__})"
+                text = (
+                    f"{name} has batch_first=False, but micro-batches are cut along dimension 0: it"
+                    " must be the batch, or the layer sees slices of time. Build it with"
+                    " batch_first=True."
                 )
+                self._warn(text)
                 return
 
     def _decide(self, value: Any) -> Partition:

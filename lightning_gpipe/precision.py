@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,6 +94,30 @@ def scale_to_norm(parameters: Iterable[Tensor], total: Tensor, max_norm: float) 
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.dtype))
+
+
+@contextmanager
+def one_stage_norms_refused() -> Iterator[None]:
+    """Refuse PyTorch's own clipping of parameters of which other stages hold some."""
+    clip_grad = importlib.import_module("torch.nn.utils.clip_grad")
+    name = "_clip_grads_with_norm_"  # looked up here however clip_grad_norm_ was imported
+    original = getattr(clip_grad, name)
+
+    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(p.is_meta for p in parameters):
+            raise RuntimeError(
+                "torch.nn.utils.clip_grad_norm_ sees the gradients of one stage: use"
+                " trainer.strategy.clip_grad_norm_, which is right over all, self.clip_gradients or"
+                " Trainer(gradient_clip_val=...)."
+            )
+        original(parameters, *args, **kwargs)
+
+    setattr(clip_grad, name, checked)
+    try:
+        yield
+    finally:
+        setattr(clip_grad, name, original)
 
 
 def _clip_by_norm(

@@ -92,8 +92,9 @@ def refuse_logging(module: nn.Module, loggers: Iterable[object]) -> None:
         watched = getattr(part, "_wandb_hook_names", ())
         if any(hook.startswith("parameters/") for hook in watched):
             raise ValueError(
-                f"wandb.watch logs the parameters of '{name}' on rank 0, and other stages hold some"
-                " of them: give it log='gradients', which logs those of the first stage."
+                f"wandb.watch logs the parameters of {name or 'the module'} on rank 0, and other"
+                " stages hold some of them: give it log='gradients', which logs those of the first"
+                " stage."
             )
     traces = (getattr(logger, "_log_graph", False) for logger in loggers)
     if any(traces) and getattr(module, "example_input_array", None) is not None:

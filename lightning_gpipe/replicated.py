@@ -18,8 +18,6 @@ from lightning_gpipe.links import Links
 from lightning_gpipe.replicas import average_over_replicas, refuse_sparse
 from lightning_gpipe.state import Slot
 
-DRIFT = 1e-6  # of a parameter's norm, by which it may differ between stages
-
 
 class Replicated:
     """Keeps replicated parameters and buffers equal on all stages and replicas.
@@ -36,7 +34,6 @@ class Replicated:
     ) -> None:
         tensors = [slot.tensor for slot in slots if slot.is_parameter]
         self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
-        self._names = [slot.names[0] for slot in slots if slot.is_parameter]
         buffers = [slot for slot in slots if not slot.is_parameter]
         self._outside = [slot for slot in buffers if slot.is_outside]
         self._shared = [slot for slot in buffers if not slot.is_outside]
@@ -50,7 +47,6 @@ class Replicated:
             held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
             self._broadcasts.append((held, links.across.data, links.across.ranks[0]))
         self._summed: dict[nn.Parameter, Tensor] = {}
-        self._backwards = 0
 
     def before_backward(self) -> None:
         """Leave gradients that are summed already to the first stage, to be summed once."""
@@ -70,9 +66,6 @@ class Replicated:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
-        self._backwards += 1
-        if self._backwards & (self._backwards - 1) == 0:  # the 1st, 2nd, 4th, 8th…
-            self._check_equal()
         for slots, group, source in self._broadcasts:
             buffers = [slot.tensor for slot in slots if slot.tensor.is_floating_point()]
             for dtype in dict.fromkeys(b.dtype for b in buffers):
@@ -98,37 +91,6 @@ class Replicated:
         for dtype in dict.fromkeys(p.dtype for p in wanted):
             self._sum([p for p in wanted if p.dtype == dtype])
         self._summed = {p: p.grad for p in self._parameters if p.grad is not None}
-
-    def _check_equal(self) -> None:
-        """Refuse parameters that aren't the same on every stage any more. Collective.
-
-        Norms stand for the values.
-        """
-        held = [
-            (name, p)
-            for name, p in zip(self._names, self._parameters, strict=True)
-            if p.is_floating_point()
-        ]
-        if self._links.stages == 1 or not held:
-            return
-        norms = [
-            torch.linalg.vector_norm(p, order, dtype=torch.promote_types(p.dtype, torch.float32))
-            for order in (1, 2)
-            for _, p in held
-        ]
-        marks = torch.stack([norm.double() for norm in norms]).view(2, -1)
-        ends = torch.stack([marks, -marks])  # of which the largest are the largest and smallest
-        ends = ends.cpu() if self._links.through_host else ends
-        dist.all_reduce(ends, dist.ReduceOp.MAX, self._links.data)
-        differ = (ends[0] + ends[1] > DRIFT * ends[0]).any(0).nonzero().flatten()
-        if len(differ):
-            name, _ = held[int(differ[0])]
-            raise RuntimeError(
-                f"Every stage holds {name}, and they have set it to different values. What sets it"
-                " reads weights that other stages hold, as an average of the backbone does (use"
-                " Lightning's EMAWeightAveraging for one) and an optimizer that looks at all"
-                " parameters together; or it was initialised after the Trainer started."
-            )
 
     def _moved(self) -> list[bool]:
         """For each buffer that layers of several stages share whether this stage changed it."""

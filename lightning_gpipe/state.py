@@ -7,7 +7,8 @@ because optimizers and the user's code hold them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +261,39 @@ class Skeleton:
             if key.startswith(f"{self._backbone}.{name}."):
                 return self._partition.stage_of(index)
         return None
+
+
+class PartialStateDict:
+    """A hook that warns of a state dict without what other stages hold; copies are silent.
+
+    Args:
+        warn: Warns on rank 0.
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._warn: Callable[[str], object] | None = warn
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """See ``Module.register_state_dict_post_hook``."""
+        if self._warn is not None:
+            self._warn(
+                "While the Trainer runs, state_dict() has the values of one stage's layers; others"
+                " are on the meta device. To save the whole, call trainer.save_checkpoint(path,"
+                " weights_only=True) on every rank, or state_dict() after the Trainer."
+            )
+            self._warn = None  # once
+
+    def __deepcopy__(self, memo: Any) -> PartialStateDict:
+        return PartialStateDict(lambda text: None)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Say nothing meanwhile."""
+        warn, self._warn = self._warn, None
+        try:
+            yield
+        finally:
+            self._warn = warn
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:

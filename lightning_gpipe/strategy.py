@@ -27,7 +27,12 @@ from lightning_gpipe.cost import Balance
 from lightning_gpipe.data import PipelineLoader
 from lightning_gpipe.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
-from lightning_gpipe.precision import PipelinePrecision, gradient_norm, scale_to_norm
+from lightning_gpipe.precision import (
+    PipelinePrecision,
+    gradient_norm,
+    one_stage_norms_refused,
+    scale_to_norm,
+)
 from lightning_gpipe.processes import StartMethod
 from lightning_gpipe.replicas import ReplicaOptions
 from lightning_gpipe.saving import PipelineState
@@ -195,6 +200,7 @@ class GPipeStrategy(PipelineState):
             self.precision_plugin, self._pipeline.owner, self._links
         )
         self._run.enter_context(metrics.over_replicas(self._links))
+        self._run.enter_context(one_stage_norms_refused())
 
     def _synchronize_batch_norm(self, module: nn.Module, group: Any) -> None:
         """Put SyncBatchNorm in where it is wanted, over the replicas."""
@@ -281,7 +287,8 @@ class GPipeStrategy(PipelineState):
 
     def _explained(self, error: Exception) -> Exception:
         known = isinstance(error, RemoteError) or error.__cause__ is not None
-        if isinstance(error, RuntimeError) and not known and re.search(r"\bmeta\b", str(error)):
+        on_meta = isinstance(error, RuntimeError) and re.search(r"\bmeta\b", str(error))
+        if on_meta and not known and "stages hold" not in str(error):
             error = self._meta_error(error)
         first = self.report(error)
         if first is None or first.rank == self.global_rank or first.text in str(error):

@@ -143,7 +143,7 @@ def check(file: str, rows: Rows, name: str, folder: Path) -> None:
     elif isinstance(row, Refused):
         with pytest.raises(RankError) as caught:
             run_ranks(_run, STAGES, file, name, str(folder), STAGES)
-        assert row.message in str(caught.value)
+        assert row.message in str(caught.value), caught.value
     else:
         plain = _run(file, name, str(folder / "plain"), 0)
         place = str(folder / "pipeline")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.compatibility.rows import STAGES, Module, Refused, Row, Rows, Shown, check
+from tests.compatibility.test_features import Manual
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
@@ -122,6 +124,58 @@ class Teacher(Module):
             pairs = zip(self.backbone.parameters(), self.teacher.parameters(), strict=True)
             for student, teacher in pairs:
                 teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+class Penalised(Module):
+    """Adds an L2 term in place, which does nothing where a weight has no values."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for parameter in self.parameters():
+            loss += 1e-3 * parameter.square().sum()
+        return loss
+
+
+class Recorded(Module):
+    """Takes a loss from what a hook has kept."""
+
+    def build(self) -> None:
+        super().build()
+        self.__dict__["kept"] = kept = []
+        self.backbone[0].register_forward_hook(lambda layer, args, output: kept.append(output))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.clear()
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(output.square().mean() for output in self.kept)
+
+
+class Cuts(Manual):
+    """Clips as on one device."""
+
+    def clip_gradients(self, *_: Any) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class Dumps(Module):
+    """Writes its weights by itself."""
+
+    def on_train_epoch_end(self) -> None:
+        self.state_dict()
+
+
+def dumped(folder: Path) -> None:
+    assert run_ranks(_dump, STAGES) == [1, 0]
+
+
+def _dump() -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(devices=STAGES, strategy=GPipeStrategy(3), max_epochs=2)
+        run.fit(module := Dumps())
+        run.test(module, verbose=False)
+        module.state_dict()
+    return sum("call trainer.save_checkpoint" in str(w.message) for w in caught)
 
 
 class Clipping(torch.optim.SGD):
@@ -310,6 +364,12 @@ ROWS: Rows = {
     "a teacher that follows the backbone": Refused(
         "have set it to different values", module=Teacher, strategy={"backbone": "backbone"}
     ),
+    "an L2 term over all weights": Refused("have different losses", module=Penalised),
+    "forward hooks of layers": Refused(
+        "have different losses", module=Recorded, strategy={"balance": "params"}
+    ),
+    "torch.nn.utils.clip_grad_norm_": Refused("sees the gradients of one stage", module=Cuts),
+    "state_dict in a hook": Shown(dumped),
     "max_grad_norm of an optimizer": Refused("give it max_grad_norm=None", module=Clips),
     "gradients during accumulation": Shown(accumulated),
     "backward hooks of the backbone": Shown(hooked),
