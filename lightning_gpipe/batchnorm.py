@@ -135,9 +135,9 @@ class DeferredBatchNorm:
         if not layer.track_running_stats:  # switched off to freeze the layer, perhaps
             return
         mean, variance = layer.running_mean, layer.running_var
-        if mean is None or variance is None:
+        values = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if mean is None or variance is None or values is None:
             return
-        (values,) = (*args, *kwargs.values())
         over_batch = isinstance(layer, _BatchNorm)
         count = values.numel() // max(values.shape[1], 1) if over_batch else len(values)
         synchronized = isinstance(layer, nn.SyncBatchNorm)

@@ -341,13 +341,11 @@ class Pipeline:
     def _warn_of_time_first(self) -> None:
         for name, module in self._backbone.named_modules():
             if getattr(module, "batch_first", True) is False:
-                name = f"'{self.backbone}.{name}' ({type(module).__name__})"
-                text = (
-                    f"{name} has batch_first=False, but micro-batches are cut along dimension 0: it"
-                    " must be the batch, or the layer sees slices of time. Build it with"
-                    " batch_first=True."
+                self._warn(
+                    f"'{self.backbone}.{name}' ({type(module).__name__}) has batch_first=False, but"
+                    " micro-batches are cut along dimension 0: it must be the batch, or the layer"
+                    " sees slices of time. Build it with batch_first=True."
                 )
-                self._warn(text)
                 return
 
     def _decide(self, value: Any) -> Partition:
