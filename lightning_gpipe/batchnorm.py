@@ -64,8 +64,8 @@ class DeferredBatchNorm:
         self._seen: dict[_NormBase, list[_Statistics]] = {}
 
     def __deepcopy__(self, memo: Any) -> DeferredBatchNorm:
-        """Copies of a module, such as averages, share this with it, and it leaves them alone."""
-        return self
+        """The hook that a copy of a module gets, such as an average: it does nothing."""
+        return DeferredBatchNorm([], deferred=False)
 
     def remove(self) -> None:
         """Take the hooks off the modules."""

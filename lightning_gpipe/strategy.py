@@ -416,7 +416,7 @@ class GPipeStrategy(PipelineState):
 
     @override
     def teardown(self) -> None:
-        """Give the user the whole module back on rank 0, in host memory, but after an error."""
+        """Give the user the whole module back in host memory, on every rank, but after an error."""
         self._partition, pipeline = self.partition, self._pipeline
         self._pipeline = None
         if self._precision is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import lightning as L
@@ -133,12 +134,14 @@ def test_instance_norm_moves_once(momentum: float | None) -> None:
 
 
 def test_copies_are_left_alone() -> None:
-    """Averages and teachers are copies, and may run inside a step."""
+    """Averages and teachers are copies, made though process groups can't be copied."""
     layer = nn.BatchNorm1d(3)
-    deferred = DeferredBatchNorm([layer], deferred=True)
+    deferred = DeferredBatchNorm([layer], deferred=True, across=threading.Lock())  # type: ignore[arg-type]
     copied = copy.deepcopy(layer)
-    copied(torch.randn(4, 3))
+    with deferred.micro_batch(recompute=False):
+        copied(torch.randn(4, 3))
     assert copied.num_batches_tracked == 1
+    assert copied.momentum == layer.momentum == 0.1
     deferred.finish()
     assert layer.num_batches_tracked == 0
 

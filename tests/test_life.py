@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -136,24 +135,6 @@ def test_after_an_exception(tmp_path: Any) -> None:
     module = Living()
     trainer(devices=1, max_epochs=2).fit(module)
     torch.testing.assert_close(ranks[0][1], module.state_dict(), rtol=0, atol=1e-10)
-
-
-def alone() -> tuple[Tensor, dict[str, Any]]:
-    """Every rank uses its module by itself after a run, as scripts for DDP do."""
-    module = Living()
-    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(module)
-    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).test(module, verbose=False)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    module.float().double()
-    return module(torch.ones(2, models.WIDTH, dtype=torch.float64)).detach(), torch.load(file)
-
-
-def test_every_rank_has_the_whole_module() -> None:
-    first, second = run_ranks(alone, 2)
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
-    assert not any(tensor.is_meta for tensor in second[1].values())
 
 
 def on_meta() -> list[tuple[bool, bool]]:
