@@ -10,8 +10,8 @@ Importing this package registers the strategy under the name ``"gpipe"``, so tha
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gpipe.blocks import Blocks
-from lightning_gpipe.strategy import GPipeStrategy
+from lightning_gpipe.model.blocks import Blocks
+from lightning_gpipe.strategy.gpipe import GPipeStrategy
 
 __version__ = "0.1.0"
 __all__ = ["Blocks", "GPipeStrategy", "__version__"]

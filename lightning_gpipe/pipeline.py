@@ -12,25 +12,25 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.agreement import Agreement
-from lightning_gpipe.backbone import find_backbone, refuse_compiled
-from lightning_gpipe.blocks import runner
-from lightning_gpipe.cost import (
+from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.whole_batch import Engine
+from lightning_gpipe.gradients.consistency import Agreement
+from lightning_gpipe.gradients.data_parallel import ReplicaOptions, Replicas, share_over_replicas
+from lightning_gpipe.gradients.shared import Replicated
+from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.model.blocks import runner
+from lightning_gpipe.model.partition import Partition, cut
+from lightning_gpipe.plan.cost import (
     UntraceableLayer,
     flop_costs,
     function_costs,
     module_flops,
     parameter_costs,
 )
-from lightning_gpipe.engine import Engine
-from lightning_gpipe.links import Links
-from lightning_gpipe.partition import Partition, cut
-from lightning_gpipe.replicas import ReplicaOptions, Replicas, share_over_replicas
-from lightning_gpipe.replicated import Replicated
-from lightning_gpipe.report import OUTSIDE_LIMIT, outside_share, partition_table
-from lightning_gpipe.settings import Settings
-from lightning_gpipe.stage import Stage
-from lightning_gpipe.state import (
+from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.state.placement import (
     PartialStateDict,
     Skeleton,
     Slot,
@@ -183,7 +183,7 @@ class Pipeline:
     # ------------------------------------------------------------------ steps
 
     def begin_step(self, *step: int) -> None:
-        """Tell which step comes; see :meth:`lightning_gpipe.engine.Engine.begin_step`."""
+        """Tell which step comes; see :meth:`Engine.begin_step`."""
         self._step = step
         if self._engine is not None:
             self._engine.begin_step(*step)
@@ -249,7 +249,7 @@ class Pipeline:
         return self._skeleton.owner(parameter) if self._skeleton is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.Skeleton.gather`; only replica 0's is whole."""
+        """See :meth:`Skeleton.gather`; only replica 0's is whole."""
         with self._partial.silent():
             state: dict[str, Any] = self.module.state_dict()
         if self._skeleton is None or self._links.replica:
@@ -257,7 +257,7 @@ class Pipeline:
         return self._skeleton.gather(state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.Skeleton.optimizer_state_dict`.
+        """See :meth:`lightning_gpipe.state.placement.Skeleton.optimizer_state_dict`.
 
         That of an optimizer of an earlier run is whole on rank 0 already.
         """
@@ -267,7 +267,7 @@ class Pipeline:
         return self._skeleton.optimizer_state_dict(optimizer)
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.Skeleton.own_optimizer_state`."""
+        """See :meth:`lightning_gpipe.state.placement.Skeleton.own_optimizer_state`."""
         return (
             self._skeleton.own_optimizer_state(optimizer, state)
             if self._skeleton is not None

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpipe import GPipeStrategy, failure
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.failure import watchdog as failure
 
 #: Where it may fail; the loader is read on the first stage alone.
 PLACES = ("layer", "step", "loader", "callback", "hook", "optimizer", "save")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.batchnorm import DeferredBatchNorm
+from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from tests.ranks import run_ranks
 from tests.training import train
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import Blocks, GPipeStrategy
-from lightning_gpipe.backbone import find_backbone
+from lightning_gpipe.model.backbone import find_backbone
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import train

@@ -20,7 +20,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpipe import GPipeStrategy, failure, launcher
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.failure import watchdog as failure
+from lightning_gpipe.strategy import launcher
 from tests import failing, models
 from tests.ranks import start_ranks
 from tests.training import train

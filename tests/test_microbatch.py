@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gpipe.microbatch import Merge, Split, Tree
+from lightning_gpipe.tensors.microbatch import Merge, Split, Tree
 
 Pair = namedtuple("Pair", "first second")
 

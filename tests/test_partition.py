@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightning_gpipe.partition import Partition, cut
+from lightning_gpipe.model.partition import Partition, cut
 
 
 def brute_force(costs: list[float], stages: int) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.checkpoint import WholeFileIO
+from lightning_gpipe.strategy.checkpoint_io import WholeFileIO
 from tests import models
 from tests.ranks import RankError, run_ranks, start_ranks
 from tests.training import train, trainer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpipe.schedule import (
+from lightning_gpipe.schedule.gpipe import (
     CHECKPOINT_MODES,
     Action,
     Checkpoint,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpipe import GPipeStrategy, refusals
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy import refusals
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer

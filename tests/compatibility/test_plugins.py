@@ -21,7 +21,8 @@ from lightning.pytorch import plugins as pg
 from lightning.pytorch import profilers as pf
 from torch import nn
 
-from lightning_gpipe import GPipeStrategy, refusals
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy import refusals
 from tests.compatibility.rows import Module, Refused, Row, Rows, Shown, check
 from tests.ranks import run_ranks
 from tests.training import train

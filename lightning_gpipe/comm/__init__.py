@@ -1,0 +1,1 @@
+"""Process groups, and what is sent over them."""

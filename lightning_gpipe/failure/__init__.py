@@ -1,0 +1,1 @@
+"""One error ends all processes."""

@@ -1,0 +1,1 @@
+"""What ranks do together after a backward."""

@@ -1,0 +1,86 @@
+"""What must be the same on every stage, compared now and then.
+
+PyTorch lets a tensor with values be changed in place by one on the meta device, and does nothing
+then. So code that reads weights of other stages may go unnoticed: an L2 term that misses some of
+them, a teacher that doesn't follow. But then stages have different losses, or different weights
+outside the backbone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.state.placement import Slot
+
+LOSS = 1e-3  # how much losses may differ, of theirs or 1: some kernels add up in any order
+WEIGHTS = 1e-4  # how much the norm of a parameter may
+
+
+class Agreement:
+    """Compares losses and replicated parameters of all stages, in the 1st, 2nd, 4th, 8th… backward.
+
+    Args:
+        slots: What every stage holds, in the same order on every stage.
+        links: The process groups.
+    """
+
+    def __init__(self, slots: Sequence[Slot], links: Links) -> None:
+        self._held = [s for s in slots if s.is_parameter and s.tensor.is_floating_point()]
+        self._links = links
+        self._backwards = 0
+
+    @torch.no_grad()
+    def check(self, loss: Tensor) -> None:
+        """Compare, if it is time to. Collective over the pipeline.
+
+        Args:
+            loss: What this stage differentiates.
+
+        Raises:
+            RuntimeError: With what may be the reason; on all stages.
+        """
+        self._backwards += 1
+        if self._links.stages == 1 or self._backwards & (self._backwards - 1):
+            return
+        marks = [loss.detach().sum().to(self._links.device), *map(_norm, self._tensors())]
+        lowest, highest = self._ends(torch.stack([mark.double() for mark in marks]))
+        spread = highest - lowest
+        coarse = 4 * torch.finfo(loss.dtype).eps  # of a loss in half precision
+        if spread[0] > max(LOSS, coarse) * highest[0].abs().clamp(min=1):
+            raise RuntimeError(
+                f"The stages have different losses in the same step, from {lowest[0]:.6g} to"
+                f" {highest[0]:.6g}. The step uses what not every stage has: weights of other"
+                " stages, which are on the meta device, as in an L1 or L2 term (use the optimizer's"
+                " weight_decay), what layers or hooks kept of the forward, or the rank."
+            )
+        differ = (spread[1:] > WEIGHTS * highest[1:]).nonzero().flatten()
+        if len(differ):
+            raise RuntimeError(
+                f"Every stage holds {self._held[int(differ[0])].names[0]}, and they have set it to"
+                " different values. What sets it reads weights or gradients that other stages hold:"
+                " an average of the backbone (use Lightning's EMAWeightAveraging), or an optimizer"
+                " that looks at all parameters together. Or it was initialised or given noise after"
+                " the Trainer started, which draws other numbers on each stage."
+            )
+
+    def _tensors(self) -> list[Tensor]:
+        return [slot.tensor for slot in self._held]
+
+    def _ends(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest of every number on all stages."""
+        both = torch.stack([-marks, marks])
+        both = both.cpu() if self._links.through_host else both
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._links.data)
+        return -both[0], both[1]
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """A number that stands for the values."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, 1, dtype=dtype)
+    return norm

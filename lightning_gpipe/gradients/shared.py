@@ -1,0 +1,123 @@
+"""What every stage holds: the modules outside the backbone, and what stages share.
+
+Each stage computes a part of the gradients of these parameters: the last one through the code
+behind the backbone, the first one through the code before it, a stage that shares a weight through
+its layers. The sum is the gradient, and its average over the replicas. So are buffers kept equal:
+over stages and replicas everybody takes over the first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.gradients.data_parallel import average_over_replicas, refuse_sparse
+from lightning_gpipe.state.placement import Slot
+
+
+class Replicated:
+    """Keeps replicated parameters and buffers equal on all stages and replicas.
+
+    Args:
+        slots: The replicated parameters and buffers, in the same order on every stage.
+        own: The parameters and buffers that this stage alone holds.
+        links: The process groups.
+        broadcast_buffers: Whether replicas take over the first one's buffers.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], own: Sequence[Slot], links: Links, broadcast_buffers: bool
+    ) -> None:
+        tensors = [slot.tensor for slot in slots if slot.is_parameter]
+        self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        buffers = [slot for slot in slots if not slot.is_parameter]
+        self._outside = [slot for slot in buffers if slot.is_outside]
+        self._shared = [slot for slot in buffers if not slot.is_outside]
+        self._versions = [slot.tensor._version for slot in self._shared]
+        self._links = links
+        #: buffers, the group over which they become equal, and the rank whose values they get
+        self._broadcasts: list[tuple[list[Slot], dist.ProcessGroup, int]] = []
+        if links.stages > 1:
+            self._broadcasts.append((self._outside, links.data, links.ranks[0]))
+        if links.replicas > 1 and broadcast_buffers:
+            held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
+            self._broadcasts.append((held, links.across.data, links.across.ranks[0]))
+        self._summed: dict[nn.Parameter, Tensor] = {}
+
+    def before_backward(self) -> None:
+        """Leave gradients that are summed already to the first stage, to be summed once."""
+        for parameter, gradient in self._summed.items():
+            if parameter.grad is gradient and not self._links.is_first:
+                parameter.grad = None
+        self._summed = {}
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Sum gradients over stages, average them over replicas, share buffers. Collective.
+
+        A gradient that is missing on some stages counts as zeros there; on all, it stays missing.
+        """
+        links = self._links
+        if links.stages == links.replicas == 1:
+            return
+        if self._parameters or self._shared:
+            self._synchronize_gradients()
+        for slots, group, source in self._broadcasts:
+            buffers = [slot.tensor for slot in slots if slot.tensor.is_floating_point()]
+            for dtype in dict.fromkeys(b.dtype for b in buffers):
+                self._broadcast([b for b in buffers if b.dtype == dtype], group, source)
+
+    def _synchronize_gradients(self) -> None:
+        links = self._links
+        news = torch.tensor([*(p.grad is not None for p in self._parameters), *self._moved()])
+        news = news.to(torch.uint8)
+        dist.all_reduce(news, dist.ReduceOp.MAX, links.host)
+        if links.replicas > 1:
+            dist.all_reduce(news, dist.ReduceOp.MAX, links.across.host)
+        anywhere = news.bool().tolist()
+        moved = anywhere[len(self._parameters) :]
+        if any(moved):
+            name = self._shared[moved.index(True)].names[0]
+            raise RuntimeError(
+                f"The buffer {name} is used by layers of several stages, and one changed it: each"
+                " stage would have its own. Give each layer a buffer of its own, or choose a"
+                " `balance` that keeps its users on one stage."
+            )
+        wanted = [p for p, has in zip(self._parameters, anywhere, strict=False) if has]
+        for dtype in dict.fromkeys(p.dtype for p in wanted):
+            self._sum([p for p in wanted if p.dtype == dtype])
+        self._summed = {p: p.grad for p in self._parameters if p.grad is not None}
+
+    def _moved(self) -> list[bool]:
+        """For each buffer that layers of several stages share whether this stage changed it."""
+        pairs = zip(self._shared, self._versions, strict=True)
+        return [slot.tensor._version != version for slot, version in pairs]
+
+    def _sum(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            refuse_sparse(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = self._to_wire(gradients)
+        if self._links.stages > 1:
+            dist.all_reduce(flat, dist.ReduceOp.SUM, self._links.data)
+        average_over_replicas(flat, self._links)
+        self._from_wire(flat, gradients)
+
+    def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
+        flat = self._to_wire(buffers)
+        dist.broadcast(flat, source, group)
+        self._from_wire(flat, buffers)
+
+    def _to_wire(self, tensors: list[Tensor]) -> Tensor:
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        return flat.cpu() if self._links.through_host else flat
+
+    def _from_wire(self, flat: Tensor, tensors: list[Tensor]) -> None:
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

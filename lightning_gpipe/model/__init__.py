@@ -1,0 +1,1 @@
+"""The parts of a module that a pipeline is made of."""

@@ -1,0 +1,89 @@
+"""What the strategy prints about the pipeline it made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.schedule.gpipe import Checkpoint
+from lightning_gpipe.state.placement import layers_of
+
+#: Share of the parameters outside the backbone above which the strategy warns.
+OUTSIDE_LIMIT = 0.2
+
+
+def partition_table(
+    partition: Partition,
+    backbone: str,
+    layers: Sequence[nn.Module],
+    devices: Sequence[str],
+    chunks: int,
+    checkpoint: Checkpoint,
+    outside: float,
+    replicas: int,
+) -> str:
+    """The partition as a table, one row a stage, and what to expect of it.
+
+    Args:
+        partition: Which layers each stage has.
+        backbone: Its dotted name.
+        layers: Its layers.
+        devices: The device of each stage.
+        chunks: M.
+        checkpoint: Which micro-batches are re-materialized.
+        outside: Share of the module's parameters outside the backbone, 0 to 1.
+        replicas: D.
+    """
+    header = ("Stage", "Device", "Layers", "Parameters", f"Share of {partition.unit}")
+    rows = []
+    for k, (indices, share) in enumerate(zip(partition.stages, partition.shares, strict=True)):
+        first, last = indices[0], indices[-1]
+        names = f"{first}" if first == last else f"{first}-{last}"
+        kinds = list(dict.fromkeys(type(layers[i]).__name__ for i in indices))
+        shown = ", ".join(kinds[:3]) + (", …" if len(kinds) > 3 else "")
+        count = sum(
+            p.numel() for p in {id(p): p for i in indices for p in layers[i].parameters()}.values()
+        )
+        rows.append((str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"))
+    widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
+    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
+    stages = len(partition.sizes)
+    return "\n".join(
+        [
+            f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)}"
+            f"{f' x {replicas} replicas' * (replicas > 1)},"
+            f" {chunks} micro-batches, checkpoint={checkpoint}",
+            lines[0],
+            rule,
+            *lines[1:],
+            rule,
+            f"Expected bubble {partition.bubble(chunks, checkpoint):.1%} of the time;"
+            f" {outside:.1%} of the parameters are outside the backbone, on every stage",
+        ]
+    )
+
+
+def outside_share(module: nn.Module, backbone: nn.Module) -> float:
+    """Share of a module's parameters that are outside its backbone, 0 to 1."""
+    total = sum(p.numel() for p in module.parameters())
+    inside = sum(
+        p.numel()
+        for p in {id(p): p for layer in layers_of(backbone) for p in layer.parameters()}.values()
+    )
+    return (total - inside) / total if total else 0.0
+
+
+def human(count: int) -> str:
+    """A count as people write it: 950, 1.2 K, 25.6 M."""
+    value = float(count)
+    for unit in ("", " K", " M", " B"):
+        if value < 1000 or unit == " B":
+            return f"{value:.0f}" if unit == "" else f"{value:.1f}{unit}"
+        value /= 1000
+    return str(count)

@@ -1,0 +1,1 @@
+"""What every stage does, in which order: pure data."""

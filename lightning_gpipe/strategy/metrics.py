@@ -1,0 +1,42 @@
+"""Metrics are reduced over replicas alone: the stages of a pipeline see the same values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torchmetrics import Metric
+
+from lightning_gpipe.comm.groups import Links
+
+
+@contextmanager
+def over_replicas(links: Links) -> Iterator[None]:
+    """Let every torchmetrics metric, wherever it is kept, be synchronized over replicas.
+
+    Args:
+        links: The process groups.
+    """
+    original, group, replicas = Metric.sync, links.across.data, links.replicas
+
+    def sync(
+        self: Metric,
+        dist_sync_fn: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:
+        should_sync = should_sync and replicas > 1
+        original(self, dist_sync_fn, group, should_sync, distributed_available)
+
+    setattr(Metric, original.__name__, sync)
+    with warnings.catch_warnings():
+        if replicas == 1:  # Lightning counts processes
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        try:
+            yield
+        finally:
+            setattr(Metric, original.__name__, original)

@@ -1,0 +1,1 @@
+"""Pytrees, micro-batches and memory layouts of tensors."""
