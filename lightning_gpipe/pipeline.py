@@ -16,29 +16,23 @@ from lightning_gpipe.comm.groups import Links
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.whole_batch import Engine
 from lightning_gpipe.gradients.consistency import Agreement
-from lightning_gpipe.gradients.data_parallel import ReplicaOptions, Replicas, share_over_replicas
+from lightning_gpipe.gradients.data_parallel import ReplicaOptions, Replicas
 from lightning_gpipe.gradients.shared import Replicated
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.blocks import runner
-from lightning_gpipe.model.partition import Partition, cut
-from lightning_gpipe.plan.cost import (
-    UntraceableLayer,
-    flop_costs,
-    function_costs,
-    module_flops,
-    parameter_costs,
-)
+from lightning_gpipe.model.on_meta import UntraceableLayer
+from lightning_gpipe.model.parameters import Slot, layers_of, materialize, outside_to, to_meta
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.redirect import Redirect, not_alone
+from lightning_gpipe.plan.cost import flop_costs, function_costs, module_flops, parameter_costs
+from lightning_gpipe.plan.cut import cut
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.placement import (
     PartialStateDict,
     Skeleton,
-    Slot,
-    layers_of,
-    materialize,
-    outside_to,
     share_outside,
-    to_meta,
+    share_over_replicas,
 )
 
 
@@ -119,7 +113,7 @@ class Pipeline:
         self._seed = links.decide("seed", torch.initial_seed)
         self._redirect(self._backbone, self._forward)
         for layer in self._layers:
-            self._redirect(layer, _not_alone)
+            self._redirect(layer, not_alone)
 
     # ------------------------------------------------------------------ life
 
@@ -318,7 +312,7 @@ class Pipeline:
             here = [self._layers[i] for i in own]
             for layer in self._layers:
                 if layer not in here:
-                    self._redirect(layer, _not_alone)
+                    self._redirect(layer, not_alone)
             stage = Stage(
                 {i: self._layers[i] for i in own},
                 self._run_layer,
@@ -379,8 +373,8 @@ class Pipeline:
     def _redirect(self, module: nn.Module, target: Callable[..., Any]) -> None:
         # a forward of the instance's own: torch.compile sets one, and users do
         previous = module.__dict__.get("forward")
-        self._forwards.setdefault(module, None if isinstance(previous, _Redirect) else previous)
-        module.__dict__["forward"] = _Redirect(target)
+        self._forwards.setdefault(module, None if isinstance(previous, Redirect) else previous)
+        module.__dict__["forward"] = Redirect(target)
 
     def _direct(self, module: nn.Module) -> None:
         """Take a redirection back."""
@@ -388,27 +382,6 @@ class Pipeline:
         original = self._forwards.pop(module, None)
         if original is not None:
             module.__dict__["forward"] = original
-
-
-class _Redirect:
-    """Stands in for a module's ``forward``; copies of the module share it."""
-
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self._target = target
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._target(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> _Redirect:
-        return self
-
-
-def _not_alone(*args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer that another stage holds."""
-    raise RuntimeError(
-        "A layer of the backbone was called by itself, and the layers are on several stages: call"
-        " the backbone as a whole."
-    )
 
 
 def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_gpipe.comm.messages import Control
 from lightning_gpipe.comm.p2p import Channel, Receiver, Sender
-from lightning_gpipe.tensors.microbatch import Tree
+from lightning_gpipe.tensors.tree import Tree
 from tests.ranks import RankError, run_ranks
 
 LARGE = 40_000  # elements: too many to travel in a header

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gpipe.tensors.microbatch import Merge, Split, Tree
+from lightning_gpipe.tensors.microbatch import Merge, Split
+from lightning_gpipe.tensors.tree import Tree
 
 Pair = namedtuple("Pair", "first second")
 

@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_gpipe.schedule.gpipe import (
-    CHECKPOINT_MODES,
-    Action,
-    Checkpoint,
-    fill_drain,
-    forward_only,
-    grid,
-    kept_graphs,
-    simulate,
-    validate,
-)
+from lightning_gpipe.schedule.actions import CHECKPOINT_MODES, Action, Checkpoint, kept_graphs
+from lightning_gpipe.schedule.check import validate
+from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
+from lightning_gpipe.schedule.simulate import grid, simulate
 
 SWEEP = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 32), CHECKPOINT_MODES))
 

@@ -17,7 +17,7 @@ from lightning_gpipe.comm.messages import Control
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.model.blocks import RunLayer
 from lightning_gpipe.tensors import strides
-from lightning_gpipe.tensors.microbatch import Tree
+from lightning_gpipe.tensors.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)

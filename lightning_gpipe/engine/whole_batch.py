@@ -21,16 +21,11 @@ from lightning_gpipe.comm.groups import Links
 from lightning_gpipe.comm.p2p import Receiver, Sender
 from lightning_gpipe.engine.autograd import CallNode, ExitNode, SteerNode, calls_behind
 from lightning_gpipe.engine.stage import MicroBatch, Setting, Stage
-from lightning_gpipe.schedule.gpipe import (
-    Action,
-    Checkpoint,
-    Program,
-    fill_drain,
-    forward_only,
-    kept_graphs,
-    validate,
-)
-from lightning_gpipe.tensors.microbatch import Merge, Split, Tree
+from lightning_gpipe.schedule.actions import Action, Checkpoint, Program, kept_graphs
+from lightning_gpipe.schedule.check import validate
+from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
+from lightning_gpipe.tensors.microbatch import Merge, Split
+from lightning_gpipe.tensors.tree import Tree
 
 ExpectLast: TypeAlias = Callable[[], Tensor | None]
 

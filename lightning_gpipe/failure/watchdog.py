@@ -20,7 +20,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import re
 import secrets
 import socket
 import sys
@@ -30,14 +29,12 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from torch.distributed import DistBackendError
-
-from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.failure.forks import keep_from_children
 from lightning_gpipe.failure.stall import Stall, frame_of, place_of
+from lightning_gpipe.failure.verdict import DIED, NO_RANK, ORPHAN, Failure
 
 EVENT_S = 0.5  # an error and its consequences arrive within this time
 GRACE_S = 5.0  # for a main thread to hear of the error
@@ -45,56 +42,7 @@ CLEANUP_S = 60.0  # for its callbacks and loggers to end then
 EXIT_S = 10.0  # for the process to end after its main thread has
 STALL_S = 120.0  # for which all ranks must wait, and none work, to be taken for stuck
 _TICK_S = 1.0
-_NO_RANK = -1
-_META = re.compile(r"\bmeta tensor\b|\bdevice meta\b")
-_TEXT = 4000  # characters of an error
 _PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|by peer", re.IGNORECASE)
-_ORPHAN = "the process that started it is gone"
-_DIED = "its process died, as when it is killed or the machine is out of memory"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a run ends.
-
-    Args:
-        rank: The process where it began; -1: all of them.
-        stage: Its pipeline stage.
-        text: The error.
-        is_consequence: Whether it looks like the consequence of another process's error.
-    """
-
-    rank: int
-    stage: int
-    text: str
-    is_consequence: bool = False
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, stages: int) -> Failure:
-        """The failure that an exception on this rank is."""
-        lost = isinstance(error, (RemoteError, DistBackendError)) or (
-            isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
-        )
-        name = type(error).__name__
-        text = f"{name}: {error}" if str(error) else name
-        if isinstance(error, RuntimeError) and _META.search(text) and "stages hold" not in text:
-            text += " (What other stages hold is on the meta device here, without values.)"
-        return cls(rank, rank % stages, text[:_TEXT], lost)
-
-    def plausibility(self) -> int:
-        """How little likely this is the cause of what happened at the same time.
-
-        A launcher sends SIGTERM to all other processes when it sees that one died.
-        """
-        if self.is_consequence:
-            return 3
-        return 2 if self.text.startswith("SIGTERM") else int(self.text == _DIED)
-
-    def __str__(self) -> str:
-        if self.rank == _NO_RANK:
-            return self.text
-        return f"Rank {self.rank} (stage {self.stage}) failed: {self.text}"
 
 
 class Watchdog:
@@ -203,7 +151,7 @@ class Watchdog:
             await asyncio.sleep(_TICK_S)
             launcher = multiprocessing.parent_process()
             if launcher is not None and not launcher.is_alive():
-                self._tell(Failure(self._rank, self._rank % self._stages, _ORPHAN))
+                self._tell(Failure(self._rank, self._rank % self._stages, ORPHAN))
             stalls = self._stall.seconds() >= STALL_S
             was, place = place, place_of(self._main) if stalls else ""
             if bool(was) == bool(place):
@@ -235,7 +183,7 @@ class Watchdog:
                 self._all_told.set()
             elif what == "bye":
                 return
-        self._learn(Failure(0, 0, _DIED))
+        self._learn(Failure(0, 0, DIED))
         self._all_told.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,7 +207,7 @@ class Watchdog:
             elif what == "bye":
                 break
         else:
-            self._suspect(Failure(rank, rank % self._stages, _DIED))
+            self._suspect(Failure(rank, rank % self._stages, DIED))
         self._writers.pop(rank, None)
         self._count(rank)
 
@@ -300,7 +248,7 @@ class Watchdog:
                 " rank alike, never under `if rank == 0`, and give all replicas the same number of"
                 " batches."
             )
-            self._suspect(Failure(_NO_RANK, _NO_RANK, text))
+            self._suspect(Failure(NO_RANK, NO_RANK, text))
 
     def _suspect(self, failure: Failure) -> None:
         """Collect what arrives together, on rank 0."""
@@ -312,7 +260,7 @@ class Watchdog:
         """Choose the first error, and tell it to all."""
         self._candidates.sort(key=Failure.plausibility)
         verdict = self._candidates[0]
-        if verdict.rank == _NO_RANK and len(self._stalled) < self._world_size:
+        if verdict.rank == NO_RANK and len(self._stalled) < self._world_size:
             self._candidates.clear()  # a rank went on after all
             return
         for writer in self._writers.values():

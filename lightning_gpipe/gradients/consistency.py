@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.groups import Links
-from lightning_gpipe.state.placement import Slot
+from lightning_gpipe.model.parameters import Slot
 
 LOSS = 1e-3  # how much losses may differ, of theirs or 1: some kernels add up in any order
 WEIGHTS = 1e-4  # how much the norm of a parameter may

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.groups import Links
-from lightning_gpipe.state.placement import Slot
+from lightning_gpipe.model.parameters import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,32 +184,6 @@ def refuse_sparse(parameter: Tensor) -> None:
             f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which can't be"
             " summed over processes: build its nn.Embedding with sparse=False."
         )
-
-
-def share_over_replicas(slots: Sequence[Slot], links: Links) -> None:
-    """Give every replica the first one's values. Collective over the replicas of a stage.
-
-    Args:
-        slots: Parameters and buffers that this rank holds.
-        links: The process groups.
-
-    Raises:
-        RuntimeError: If the replicas' modules differ.
-    """
-    if links.replicas == 1:
-        return
-    with torch.no_grad():
-        for slot in slots:
-            own = slot.tensor.data
-            first = links.across.broadcast("state", (slot.names, own), source=0)
-            if first[0] != slot.names or first[1].shape != own.shape or first[1].dtype != own.dtype:
-                raise RuntimeError(
-                    f"{slot.names[0]} of shape {tuple(own.shape)} on replica {links.replica} is"
-                    f" {first[0][0]} of shape {tuple(first[1].shape)} on replica 0: build the same"
-                    " module on every rank."
-                )
-            own.copy_(first[1])
-    links.across.flush()
 
 
 def average_over_replicas(wire: Tensor, links: Links) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Links
 from lightning_gpipe.gradients.data_parallel import average_over_replicas, refuse_sparse
-from lightning_gpipe.state.placement import Slot
+from lightning_gpipe.model.parameters import Slot
 
 
 class Replicated:

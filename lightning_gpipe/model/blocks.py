@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from lightning_gpipe.tensors.microbatch import CONSTANTS
+from lightning_gpipe.tensors.tree import CONSTANTS
 
 _PROGRAMS = 256  # that are remembered: more than a step can have calls
 #: Runs the layer with an index in the backbone on what the one before returned.

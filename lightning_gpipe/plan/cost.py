@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.model.blocks import RunLayer
-from lightning_gpipe.tensors.microbatch import Tree
+from lightning_gpipe.model.on_meta import (
+    run_layer_on_meta,
+    run_on_meta,
+    to_meta_leaf,
+)
+from lightning_gpipe.tensors.tree import Tree
 
 CostFunction: TypeAlias = Callable[[nn.Module, Any], float]
 Balance: TypeAlias = Literal["flops", "params"] | Sequence[int] | CostFunction
-
-
-class UntraceableLayer(RuntimeError):
-    """A layer can't run without data, on the meta device."""
 
 
 def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
@@ -88,54 +88,17 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
     return {**flops, "": counts.get("Global", 0.0)}
 
 
-def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module on the meta device, where nothing is computed and no memory used.
-
-    Raises:
-        UntraceableLayer: If it needs the values of its input.
-    """
-    tree = Tree.of((args, kwargs), "The example")
-    value = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
-    return _run_on_meta(module, lambda _, forward, given: forward(*given[0], **given[1]), 0, value)
-
-
 def _walk(
     layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """Run layers on the meta device; yields each with its input and its output."""
     tree = Tree.of(sample, "The backbone's input")
-    value = tree.with_leaves([_on_meta(leaf) for leaf in tree.leaves]).value()
+    value = tree.with_leaves([to_meta_leaf(leaf) for leaf in tree.leaves]).value()
     generator_state = torch.get_rng_state()
     try:
         for index, layer in enumerate(layers):
-            output = _run_on_meta(layer, run_layer, index, value)
+            output = run_layer_on_meta(layer, run_layer, index, value)
             yield layer, value, output
             value = output
     finally:
         torch.set_rng_state(generator_state)
-
-
-def _run_on_meta(module: nn.Module, run_layer: RunLayer, index: int, value: Any) -> Any:
-    """Run a layer with tensors on the meta device."""
-    tensors = {
-        name: _on_meta(t) for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(module, tensors, args, kwargs)
-
-    try:
-        with torch.no_grad():
-            return run_layer(index, forward, value)
-    except Exception as error:
-        raise UntraceableLayer(
-            f"{type(module).__name__} can't run on the meta device, without data"
-            f" ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _on_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    with torch.no_grad():
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

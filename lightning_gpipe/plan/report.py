@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.schedule.gpipe import Checkpoint
-from lightning_gpipe.state.placement import layers_of
+from lightning_gpipe.schedule.actions import Checkpoint
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.simulate import simulate
 
 #: Share of the parameters outside the backbone above which the strategy warns.
 OUTSIDE_LIMIT = 0.2
@@ -63,7 +65,7 @@ def partition_table(
             rule,
             *lines[1:],
             rule,
-            f"Expected bubble {partition.bubble(chunks, checkpoint):.1%} of the time;"
+            f"Expected bubble {expected_bubble(partition, chunks, checkpoint):.1%} of the time;"
             f" {outside:.1%} of the parameters are outside the backbone, on every stage",
         ]
     )
@@ -87,3 +89,12 @@ def human(count: int) -> str:
             return f"{value:.0f}" if unit == "" else f"{value:.1f}{unit}"
         value /= 1000
     return str(count)
+
+
+def expected_bubble(partition: Partition, chunks: int, checkpoint: Checkpoint) -> float:
+    """Expected share of idle time, 0 to 1, if a backward takes twice the time of a forward."""
+    shares = partition.shares
+    if not sum(shares):
+        return 0.0
+    schedule = fill_drain(len(partition.sizes), chunks, checkpoint)
+    return simulate(schedule, forward=shares, backward=[2 * share for share in shares]).bubble

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_gpipe.plan.cost import Balance
-from lightning_gpipe.schedule.gpipe import CHECKPOINT_MODES, Checkpoint
+from lightning_gpipe.schedule.actions import CHECKPOINT_MODES, Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_gpipe.comm.groups import Links
-from lightning_gpipe.gradients.data_parallel import share_over_replicas
+from lightning_gpipe.model.parameters import materialize, to_meta
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.state.placement import Skeleton, materialize, share_outside, to_meta
+from lightning_gpipe.state.placement import Skeleton, share_outside, share_over_replicas
 
 
 class Shadow:

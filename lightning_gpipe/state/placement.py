@@ -7,9 +7,8 @@ because optimizers and the user's code hold them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,72 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Links
 from lightning_gpipe.comm.messages import Control
+from lightning_gpipe.model.parameters import Slot, layers_of, outside_tensors, outside_to, slots_of
 from lightning_gpipe.model.partition import Partition
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A parameter or buffer of the module.
-
-    Args:
-        names: Its dotted names; several if modules share it.
-        places: The modules that hold it, and its key in each.
-        is_parameter: Whether it is a parameter.
-        owner: The stage that holds it; None: every stage does, because it is used outside the
-            backbone or by several stages.
-        is_outside: Whether it is used outside the backbone.
-    """
-
-    names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
-    is_parameter: bool
-    owner: int | None
-    is_outside: bool
-
-    @property
-    def tensor(self) -> Tensor:
-        """What stands there now."""
-        module, key = self.places[0]
-        value = (module._parameters if self.is_parameter else module._buffers)[key]
-        if value is None:
-            raise RuntimeError(f"{self.names[0]} was removed from its module during the run.")
-        return value
-
-    def replace(self, value: Tensor) -> None:
-        """Put another tensor there, on any device; a parameter stays the same object."""
-        if not self.is_parameter:
-            for module, key in self.places:
-                module._buffers[key] = value
-            return
-        parameter = self.tensor
-        other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        other.__dict__.update(parameter.__dict__)
-        recurrent = [module for module, _ in self.places if isinstance(module, nn.RNNBase)]
-        for module in recurrent:
-            module._flat_weight_refs = []  # weak references, for what torch.compile does
-        try:
-            torch.utils.swap_tensors(parameter, other)
-            for module in recurrent:
-                module._init_flat_weights()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Can't move the parameter {self.names[0]} between stages, because something holds"
-                f" a weak reference to it or to its graph ({error}). Drop graphs and weak"
-                " references to the model before the Trainer runs. The old"
-                " torch.nn.utils.weight_norm holds one: use parametrizations.weight_norm."
-            ) from error
-
-    def to(self, device: torch.device) -> None:
-        """Move it, if it isn't on the meta device. A parameter stays the same object."""
-        tensor = self.tensor
-        if tensor.device.type == "meta" or tensor.device == device:
-            return
-        if self.is_parameter:
-            tensor.data = tensor.data.to(device)
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.to(device)
-        else:
-            self.replace(tensor.to(device))
 
 
 class Skeleton:
@@ -112,7 +47,7 @@ class Skeleton:
         self._control = control
         self._device = device
         _check_batch_norm(module.get_submodule(backbone), partition)
-        self.slots = list(_slots(module, backbone, partition))
+        self.slots = list(slots_of(module, backbone, partition))
         self._owners = {id(slot.tensor): slot.owner for slot in self.slots if slot.is_parameter}
 
     @property
@@ -296,11 +231,6 @@ class PartialStateDict:
             self._warn = warn
 
 
-def layers_of(backbone: nn.Module) -> list[nn.Module]:
-    """The entries of a backbone in order, a module that stands there twice included twice."""
-    return [layer for layer in backbone._modules.values() if layer is not None]
-
-
 def share_outside(
     module: nn.Module, backbone: nn.Module, links: Links, device: torch.device
 ) -> None:
@@ -314,93 +244,10 @@ def share_outside(
     """
     outside_to(module, backbone, device)
     with torch.no_grad():
-        tensors = list(_outside_tensors(module, backbone).values())
+        tensors = list(outside_tensors(module, backbone).values())
         values = links.decide("state", lambda: [tensor.data for tensor in tensors])
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
-
-
-def materialize(backbone: nn.Module) -> list[Slot]:
-    """Give tensors on the meta device, where this rank wants no copy, empty memory on the host.
-
-    Returns:
-        Their places; what stands there means nothing until the module is cut.
-    """
-    places: dict[int, tuple[list[tuple[nn.Module, str]], bool]] = {}
-    for module in backbone.modules():
-        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    places.setdefault(id(tensor), ([], is_parameter))[0].append((module, key))
-    slots = [
-        Slot((found[0][1],), tuple(found), is_parameter, None, False)
-        for found, is_parameter in places.values()
-    ]
-    with torch.no_grad():
-        for slot in slots:
-            slot.replace(torch.empty_like(slot.tensor, device="cpu"))
-    return slots
-
-
-def to_meta(slots: Iterable[Slot]) -> None:
-    """Take back what :func:`materialize` did."""
-    with torch.no_grad():
-        for slot in slots:
-            slot.replace(torch.empty_like(slot.tensor, device="meta"))
-
-
-def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:
-    """Move a module without its backbone: tensors, and what modules such as metrics move along."""
-    places = [
-        (parent, name)
-        for parent in module.modules()
-        for name, child in parent._modules.items()
-        if child is backbone
-    ]
-    for parent, name in places:
-        parent._modules[name] = None
-    try:
-        module.to(device)
-    finally:
-        for parent, name in places:
-            parent._modules[name] = backbone
-
-
-def _outside_places(module: nn.Module, backbone: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    if module is backbone:
-        return
-    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield module, key
-    for child in module.children():
-        yield from _outside_places(child, backbone)
-
-
-def _outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]:
-    """Parameters and buffers that stand outside the backbone, by ``id``."""
-    tensors = [getattr(owner, key) for owner, key in _outside_places(module, backbone)]
-    return {id(tensor): tensor for tensor in tensors}
-
-
-def _slots(module: nn.Module, backbone: str, partition: Partition) -> Iterator[Slot]:
-    body = module.get_submodule(backbone)
-    outside = _outside_tensors(module, body)
-    users: dict[int, set[int | None]] = {key: {None} for key in outside}
-    for index, layer in enumerate(layers_of(body)):
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            users.setdefault(id(tensor), set()).add(partition.stage_of(index))
-    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool]] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for values, is_parameter in ((owner._parameters, True), (owner._buffers, False)):
-            for key, tensor in values.items():
-                if tensor is not None:
-                    names, places, _ = found.setdefault(id(tensor), ([], [], is_parameter))
-                    names.append(f"{prefix}.{key}" if prefix else key)
-                    places.append((owner, key))
-    for key, (names, places, is_parameter) in found.items():
-        stages = users.get(key, {None})
-        owner_stage = next(iter(stages)) if len(stages) == 1 else None
-        yield Slot(tuple(names), tuple(places), is_parameter, owner_stage, key in outside)
 
 
 def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:
@@ -427,3 +274,29 @@ def _to_host(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_to_host, value))
     return value
+
+
+def share_over_replicas(slots: Sequence[Slot], links: Links) -> None:
+    """Give every replica the first one's values. Collective over the replicas of a stage.
+
+    Args:
+        slots: Parameters and buffers that this rank holds.
+        links: The process groups.
+
+    Raises:
+        RuntimeError: If the replicas' modules differ.
+    """
+    if links.replicas == 1:
+        return
+    with torch.no_grad():
+        for slot in slots:
+            own = slot.tensor.data
+            first = links.across.broadcast("state", (slot.names, own), source=0)
+            if first[0] != slot.names or first[1].shape != own.shape or first[1].dtype != own.dtype:
+                raise RuntimeError(
+                    f"{slot.names[0]} of shape {tuple(own.shape)} on replica {links.replica} is"
+                    f" {first[0][0]} of shape {tuple(first[1].shape)} on replica 0: build the same"
+                    " module on every rank."
+                )
+            own.copy_(first[1])
+    links.across.flush()

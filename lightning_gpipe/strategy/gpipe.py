@@ -22,21 +22,17 @@ from typing_extensions import override
 
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.gradients.data_parallel import ReplicaOptions
+from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.schedule.gpipe import Checkpoint
+from lightning_gpipe.schedule.actions import Checkpoint
 from lightning_gpipe.state.averages import Shadow
 from lightning_gpipe.strategy import callbacks, metrics, refusals
 from lightning_gpipe.strategy import checkpoint_io as files
 from lightning_gpipe.strategy.loader import PipelineLoader
-from lightning_gpipe.strategy.precision import (
-    PipelinePrecision,
-    gradient_norm,
-    one_stage_norms_refused,
-    scale_to_norm,
-)
+from lightning_gpipe.strategy.precision import PipelinePrecision, one_stage_norms_refused
 from lightning_gpipe.strategy.processes import StartMethod
 from lightning_gpipe.strategy.saving import PipelineState
 

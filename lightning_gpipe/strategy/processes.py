@@ -21,7 +21,8 @@ from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Links
 from lightning_gpipe.comm.messages import Control
-from lightning_gpipe.failure.watchdog import Failure, Watchdog
+from lightning_gpipe.failure.verdict import Failure
+from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.plan.settings import Settings, check_choice
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher

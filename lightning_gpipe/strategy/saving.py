@@ -13,9 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
-from lightning_gpipe.state.placement import materialize
 from lightning_gpipe.strategy import callbacks
 from lightning_gpipe.strategy import checkpoint_io as files
 from lightning_gpipe.strategy.processes import PipelineProcesses

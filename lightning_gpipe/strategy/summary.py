@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.plan.cost import UntraceableLayer, run_on_meta
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 
 
 @contextmanager

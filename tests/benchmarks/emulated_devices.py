@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.schedule.gpipe import fill_drain, simulate
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.simulate import simulate
 
 FORWARD_S, BACKWARD_S = 0.005, 0.010
 WIDTH = 64

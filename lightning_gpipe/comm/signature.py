@@ -1,0 +1,93 @@
+"""Everything about what crosses between two stages but the tensors' values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.tensors import strides
+from lightning_gpipe.tensors.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Everything about a tensor but its values, and its length in bytes on the wire."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, requires_grad: bool) -> TensorType:
+        """The type of a tensor, and whether the other end returns a gradient for it."""
+        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        return cls(shape, stride, dtype, requires_grad, strides.byte_count(shape, stride, dtype))
+
+    def matches(self, leaf: Any, requires_grad: bool) -> bool:
+        """Whether a leaf has this type."""
+        return (
+            isinstance(leaf, Tensor)
+            and leaf.shape == self.shape
+            and leaf.stride() == self.stride
+            and leaf.dtype == self.dtype
+            and requires_grad == self.requires_grad
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Everything about a boundary but its tensors' values.
+
+    Args:
+        spec: The structure.
+        leaves: For each leaf its :class:`TensorType`, or its value if it is no tensor.
+        tensor_types: The types of the leaves that are tensors.
+        requires_grad: For each leaf whether it wants a gradient.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    tensor_types: tuple[TensorType, ...]
+    requires_grad: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tree: Tree, requires_grad: Sequence[bool]) -> Signature:
+        """The signature of a boundary.
+
+        Args:
+            tree: The boundary.
+            requires_grad: For each leaf whether the next stage returns its gradient.
+        """
+        leaves = tuple(
+            TensorType.of(leaf, wants) if isinstance(leaf, Tensor) else leaf
+            for leaf, wants in zip(tree.leaves, requires_grad, strict=True)
+        )
+        types = tuple(leaf for leaf in leaves if isinstance(leaf, TensorType))
+        return cls(tree.spec, leaves, types, tuple(requires_grad))
+
+    def matches(self, tree: Tree, requires_grad: Sequence[bool]) -> bool:
+        """Whether a boundary has this signature; ``1`` and ``True`` are not the same."""
+        return (
+            len(tree.leaves) == len(self.leaves)
+            and all(
+                kind.matches(leaf, wants)
+                if isinstance(kind, TensorType)
+                else type(kind) is type(leaf) and bool(kind == leaf)
+                for kind, leaf, wants in zip(self.leaves, tree.leaves, requires_grad, strict=True)
+            )
+            and tree.spec == self.spec
+        )
+
+    def fill(self, tensors: Iterable[Tensor]) -> Tree:
+        """A boundary of this signature around the given tensors."""
+        values = iter(tensors)
+        return Tree(
+            [next(values) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves],
+            self.spec,
+        )
