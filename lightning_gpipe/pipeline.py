@@ -12,12 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.whole_batch import Engine
-from lightning_gpipe.gradients.consistency import Agreement
-from lightning_gpipe.gradients.data_parallel import ReplicaOptions, Replicas
-from lightning_gpipe.gradients.shared import Replicated
+from lightning_gpipe.gradients.consistency import ConsistencyCheck
+from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
+from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.blocks import runner
 from lightning_gpipe.model.on_meta import UntraceableLayer
@@ -30,7 +30,7 @@ from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.placement import (
     PartialStateDict,
-    Skeleton,
+    Placement,
     share_outside,
     share_over_replicas,
 )
@@ -47,7 +47,7 @@ class Pipeline:
         module: The user's module.
         settings: What the user chose.
         chunks: M.
-        links: The process groups.
+        groups: The process groups.
         replica_options: How replicas communicate.
         devices: The name of every stage's device, for the table.
         optimizers: Returns the optimizers that work in this run.
@@ -64,8 +64,8 @@ class Pipeline:
         module: nn.Module,
         settings: Settings,
         chunks: int,
-        links: Links,
-        replica_options: ReplicaOptions,
+        groups: Groups,
+        data_parallel_options: DataParallelOptions,
         devices: Sequence[str],
         optimizers: Callable[[], Sequence[Optimizer]],
         on_cut: Callable[[Partition], object],
@@ -76,16 +76,16 @@ class Pipeline:
         self.module = module
         self._settings = settings
         self._chunks = chunks
-        self._links = links
-        self._replica_options = replica_options
+        self._groups = groups
+        self._data_parallel_options = data_parallel_options
         self._devices = devices
         self._optimizers = optimizers
         self._on_cut, self._inform, self._warn = on_cut, inform, warn
-        self._skeleton: Skeleton | None = None
+        self._placement: Placement | None = None
         self._engine: Engine | None = None
-        self._replicas: Replicas | None = None
-        self._replicated: Replicated | None = None
-        self._agreement: Agreement | None = None
+        self._data_parallel: DataParallel | None = None
+        self._shared: SharedParameters | None = None
+        self._consistency: ConsistencyCheck | None = None
         self._partial = PartialStateDict(warn)
         self._hooks: list[RemovableHandle] = []
         self._step: tuple[int, ...] = (0,)
@@ -102,15 +102,15 @@ class Pipeline:
         refuse_compiled(self._backbone, self.backbone)
         self._layers = layers_of(self._backbone)
         self._run_layer = runner(self._backbone)
-        if len(self._layers) < links.stages:
+        if len(self._layers) < groups.stages:
             raise ValueError(
                 f"The backbone '{self.backbone}' has {len(self._layers)} layers, fewer than"
-                f" {links.stages} stages: use at most {len(self._layers)} devices, or split it into"
-                " more layers."
+                f" {groups.stages} stages: use at most {len(self._layers)} devices, or split it"
+                " into more layers."
             )
         if settings.sizes is not None:
-            _check_sizes(settings.sizes, len(self._layers), links.stages, self.backbone)
-        self._seed = links.decide("seed", torch.initial_seed)
+            _check_sizes(settings.sizes, len(self._layers), groups.stages, self.backbone)
+        self._seed = groups.decide("seed", torch.initial_seed)
         self._redirect(self._backbone, self._forward)
         for layer in self._layers:
             self._redirect(layer, not_alone)
@@ -119,9 +119,9 @@ class Pipeline:
 
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
-        links = self._links
-        share_outside(self.module, self._backbone, links, links.device)
-        whole = links.decide(
+        groups = self._groups
+        share_outside(self.module, self._backbone, groups, groups.device)
+        whole = groups.decide(
             "state", lambda: not any(p.is_meta for p in self._backbone.parameters())
         )
         if not whole:
@@ -135,11 +135,11 @@ class Pipeline:
 
     def adopt_optimizers(self) -> None:
         """Let the optimizers hold the state of this stage's parameters alone, on its device."""
-        if self._skeleton is None:  # the backbone is in host memory still
+        if self._placement is None:  # the backbone is in host memory still
             return
-        self._skeleton.drop_optimizer_state(self._optimizers())
+        self._placement.drop_optimizer_state(self._optimizers())
         for optimizer in self._optimizers():
-            _state_to(optimizer, self._links.device)
+            _state_to(optimizer, self._groups.device)
 
     def close(self, restore: bool) -> None:
         """Give the module back.
@@ -156,21 +156,21 @@ class Pipeline:
             if restore:
                 self._engine.flush()
             self._engine.close()
-        if self._replicas is not None:
-            self._replicas.close()
-        if self._skeleton is None:
+        if self._data_parallel is not None:
+            self._data_parallel.close()
+        if self._placement is None:
             outside_to(self.module, self._backbone, torch.device("cpu"))
         elif restore:
-            self._restore(self._skeleton)
-        if self._skeleton is None or restore:
+            self._restore(self._placement)
+        if self._placement is None or restore:
             to_meta(self._empty)
 
-    def _restore(self, skeleton: Skeleton) -> None:
+    def _restore(self, placement: Placement) -> None:
         states = [self.optimizer_state_dict(optimizer) for optimizer in self._optimizers()]
         outside_to(self.module, self._backbone, torch.device("cpu"))
-        skeleton.restore()
+        placement.restore()
         for optimizer, state in zip(self._optimizers(), states, strict=True):
-            if self._links.is_first and self._links.replica == 0:
+            if self._groups.is_first and self._groups.replica == 0:
                 optimizer.load_state_dict(state)
             _state_to(optimizer, torch.device("cpu"))
 
@@ -195,10 +195,10 @@ class Pipeline:
         Yields:
             The loss to differentiate on this stage.
         """
-        agreement, replicas, replicated = self._agreement, self._replicas, self._replicated
-        if self._engine is None or not agreement or not replicas or not replicated:
+        consistency, data_parallel, shared = self._consistency, self._data_parallel, self._shared
+        if self._engine is None or not consistency or not data_parallel or not shared:
             # the backbone was not called yet: all stages compute the same
-            if self._links.replicas > 1:
+            if self._groups.replicas > 1:
                 raise RuntimeError(
                     "The first backward came before the first call of the backbone, when the"
                     " module isn't cut yet. Give GPipeStrategy(balance='params'), or a list of"
@@ -206,14 +206,14 @@ class Pipeline:
                 )
             yield loss
             return
-        replicated.before_backward()
-        expect_last = replicas.expect_last if synchronize else None
+        shared.before_backward()
+        expect_last = data_parallel.expect_last if synchronize else None
         yield self._engine.steer(loss, retain, expect_last)
         self._engine.finish_backward()
         if synchronize:
-            replicas.finish()
-            replicated.synchronize()
-            agreement.check(loss)
+            data_parallel.finish()
+            shared.synchronize()
+            consistency.check(loss)
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
@@ -240,31 +240,31 @@ class Pipeline:
 
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
-        return self._skeleton.owner(parameter) if self._skeleton is not None else None
+        return self._placement.owner(parameter) if self._placement is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Skeleton.gather`; only replica 0's is whole."""
+        """See :meth:`Placement.gather`; only replica 0's is whole."""
         with self._partial.silent():
             state: dict[str, Any] = self.module.state_dict()
-        if self._skeleton is None or self._links.replica:
+        if self._placement is None or self._groups.replica:
             return state
-        return self._skeleton.gather(state)
+        return self._placement.gather(state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.placement.Skeleton.optimizer_state_dict`.
+        """See :meth:`lightning_gpipe.state.placement.Placement.optimizer_state_dict`.
 
         That of an optimizer of an earlier run is whole on rank 0 already.
         """
         spread = any(optimizer is found for found in self._optimizers())
-        if self._skeleton is None or self._links.replica or not spread:
+        if self._placement is None or self._groups.replica or not spread:
             return optimizer.state_dict()
-        return self._skeleton.optimizer_state_dict(optimizer)
+        return self._placement.optimizer_state_dict(optimizer)
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """See :meth:`lightning_gpipe.state.placement.Skeleton.own_optimizer_state`."""
+        """See :meth:`lightning_gpipe.state.placement.Placement.own_optimizer_state`."""
         return (
-            self._skeleton.own_optimizer_state(optimizer, state)
-            if self._skeleton is not None
+            self._placement.own_optimizer_state(optimizer, state)
+            if self._placement is not None
             else state
         )
 
@@ -279,10 +279,10 @@ class Pipeline:
         # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
         # the same
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            settings, links = self._settings, self._links
+            settings, groups = self._settings, self._groups
             for layer in self._layers:
                 self._direct(layer)
-            partition = links.decide("partition", lambda: self._decide(value))
+            partition = groups.decide("partition", lambda: self._decide(value))
             self.partition = partition
             outside = outside_share(self.module, self._backbone)
             table = partition_table(
@@ -293,22 +293,24 @@ class Pipeline:
                 self._chunks,
                 settings.checkpoint,
                 outside,
-                links.replicas,
+                groups.replicas,
             )
             self._inform(f"\n{table}")  # a progress bar may stand on the line
             self._warn_of_time_first()
-            if outside > OUTSIDE_LIMIT and links.stages > 1:
+            if outside > OUTSIDE_LIMIT and groups.stages > 1:
                 self._warn(
                     f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
                     " Every stage holds and computes them: move what you can into the backbone, or"
                     " name another one with GPipeStrategy(backbone=...)."
                 )
-            skeleton = Skeleton(self.module, self.backbone, partition, links.control, links.device)
-            skeleton.cut()
-            share_over_replicas([*skeleton.own, *skeleton.shared], links)
-            self._skeleton = skeleton
+            placement = Placement(
+                self.module, self.backbone, partition, groups.pipeline, groups.device
+            )
+            placement.cut()
+            share_over_replicas([*placement.own, *placement.shared], groups)
+            self._placement = placement
             self.adopt_optimizers()
-            own = partition.stages[links.stage]
+            own = partition.stages[groups.stage]
             here = [self._layers[i] for i in own]
             for layer in self._layers:
                 if layer not in here:
@@ -316,19 +318,19 @@ class Pipeline:
             stage = Stage(
                 {i: self._layers[i] for i in own},
                 self._run_layer,
-                links.device,
+                groups.device,
                 settings.deferred_batch_norm,
-                links.across,
+                groups.siblings,
             )
-            self._engine = Engine(stage, links, self._chunks, settings.checkpoint, self._seed)
+            self._engine = Engine(stage, groups, self._chunks, settings.checkpoint, self._seed)
             self._engine.begin_step(*self._step)
-            options = self._replica_options
-            self._replicas = Replicas(skeleton.own, links, options)
-            self._replicated = Replicated(
-                skeleton.replicated, skeleton.own, links, options.broadcast_buffers
+            options = self._data_parallel_options
+            self._data_parallel = DataParallel(placement.own, groups, options)
+            self._shared = SharedParameters(
+                placement.replicated, placement.own, groups, options.broadcast_buffers
             )
-            self._agreement = Agreement(skeleton.replicated, links)
-            if links.stages > 1:
+            self._consistency = ConsistencyCheck(placement.replicated, groups)
+            if groups.stages > 1:
                 self._hooks.append(self._backbone.register_state_dict_post_hook(self._partial))
             self._on_cut(partition)
 
@@ -343,7 +345,7 @@ class Pipeline:
                 return
 
     def _decide(self, value: Any) -> Partition:
-        balance, stages = self._settings.balance, self._links.stages
+        balance, stages = self._settings.balance, self._groups.stages
         if self._settings.sizes is not None:
             return Partition(self._settings.sizes, tuple(parameter_costs(self._layers)), "params")
         costs, unit = parameter_costs(self._layers), "params"

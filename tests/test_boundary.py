@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gpipe.comm.messages import Control
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.comm.p2p import Channel, Receiver, Sender
 from lightning_gpipe.tensors.tree import Tree
 from tests.ranks import RankError, run_ranks
@@ -94,10 +94,10 @@ def test_everything_arrives_in_order(seed: int) -> None:
     run_ranks(exchange, 2, seed, timeout_s=60)
 
 
-def control() -> Control:
+def control() -> ObjectChannel:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     ranks = tuple(range(dist.get_world_size()))
-    return Control(dist.get_rank(), ranks, group, group, torch.device("cpu"))
+    return ObjectChannel(dist.get_rank(), ranks, group, group, torch.device("cpu"))
 
 
 def messages() -> Any:

@@ -10,14 +10,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_gpipe.comm.messages import Control, Kind
+from lightning_gpipe.comm.messages import Kind, ObjectChannel
 from lightning_gpipe.comm.p2p import Channel
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class Groups:
     """The process groups of one rank, and its place in its pipeline.
 
     Args:
@@ -30,8 +30,8 @@ class Links:
             runs the messages of a group in order, so that no send waits for a later receive.
         ups: The same for gradients.
         through_host: Whether ``data``, ``downs`` and ``ups`` reach host memory only.
-        control: The control channel.
-        across: The control channel over the replicas of this stage; its "stages" are the replicas.
+        pipeline: The object channel between the stages.
+        siblings: The object channel over the replicas of this stage; its "stages" are the replicas.
     """
 
     stage: int
@@ -42,18 +42,18 @@ class Links:
     downs: tuple[dist.ProcessGroup, ...]
     ups: tuple[dist.ProcessGroup, ...]
     through_host: bool
-    control: Control
-    across: Control
+    pipeline: ObjectChannel
+    siblings: ObjectChannel
 
     @property
     def replicas(self) -> int:
         """D."""
-        return len(self.across.ranks)
+        return len(self.siblings.ranks)
 
     @property
     def replica(self) -> int:
         """This rank's pipeline."""
-        return self.across.stage
+        return self.siblings.stage
 
     @property
     def stages(self) -> int:
@@ -71,25 +71,25 @@ class Links:
         return self.stage == self.stages - 1
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def all_groups(self) -> list[dist.ProcessGroup]:
         """All of them, once each."""
         pipeline = self.host, self.data, *self.downs, *self.ups
-        return list(dict.fromkeys((*pipeline, self.across.host, self.across.data)))
+        return list(dict.fromkeys((*pipeline, self.siblings.host, self.siblings.data)))
 
     def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
         """Let rank 0 decide, and all ranks know. Collective over all pipelines.
 
-        See :meth:`lightning_gpipe.comm.messages.Control.decide`.
+        See :meth:`lightning_gpipe.comm.messages.ObjectChannel.decide`.
         """
-        return self.control.decide(kind, partial(self.across.decide, kind, decision))
+        return self.pipeline.decide(kind, partial(self.siblings.decide, kind, decision))
 
     def close(self) -> None:
         """Destroy the groups, once every rank is through with them. Collective."""
-        self.control.flush()
-        self.across.flush()
+        self.pipeline.flush()
+        self.siblings.flush()
         dist.barrier(self.host)
-        dist.barrier(self.across.host)
-        for group in self.groups:
+        dist.barrier(self.siblings.host)
+        for group in self.all_groups:
             dist.destroy_process_group(group)
 
     def channel(self, neighbour: int, lanes: tuple[dist.ProcessGroup, ...]) -> Channel | None:

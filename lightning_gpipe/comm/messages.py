@@ -77,7 +77,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ObjectChannel:
     """The control channel of one pipeline.
 
     Args:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from lightning_gpipe.comm.messages import Control
+from lightning_gpipe.comm.messages import ObjectChannel
 
 
 @dataclass(slots=True)
@@ -43,11 +43,11 @@ class DeferredBatchNorm:
         modules: The modules of the stage.
         deferred: Whether running statistics move once per mini-batch; otherwise they move with
             every micro-batch. Either way a recompute never moves them.
-        across: The control channel over the replicas; None: there is one.
+        across: The object channel over the replicas; None: there is one.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], deferred: bool, across: Control | None = None
+        self, modules: Iterable[nn.Module], deferred: bool, across: ObjectChannel | None = None
     ) -> None:
         self._deferred = deferred
         self._across = across

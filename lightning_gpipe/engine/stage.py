@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lightning_gpipe.comm.messages import Control
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.model.blocks import RunLayer
 from lightning_gpipe.tensors import strides
@@ -21,7 +21,7 @@ from lightning_gpipe.tensors.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ForwardContext:
     """What a recompute must restore to draw the same random numbers and to round the same way.
 
     Args:
@@ -42,7 +42,7 @@ class Setting:
     @classmethod
     def current(
         cls, key: tuple[int, ...], device: torch.device, modes: tuple[bool, ...]
-    ) -> Setting:
+    ) -> ForwardContext:
         """The setting of the running step."""
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -105,7 +105,7 @@ class Stage:
         run_layer: Runs one of them.
         device: Where they are.
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
-        across: The control channel over the replicas.
+        across: The object channel over the replicas.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Stage:
         run_layer: RunLayer,
         device: torch.device,
         deferred_batch_norm: bool,
-        across: Control,
+        across: ObjectChannel,
     ) -> None:
         self.layers = dict(layers)
         self._run_layer = run_layer
@@ -127,7 +127,12 @@ class Stage:
         self._modules = list(unique.values())
 
     def forward(
-        self, m: int, inputs: Tree, requires_grad: list[bool], keep_graph: bool, setting: Setting
+        self,
+        m: int,
+        inputs: Tree,
+        requires_grad: list[bool],
+        keep_graph: bool,
+        setting: ForwardContext,
     ) -> tuple[Tree, MicroBatch]:
         """Run a micro-batch forward.
 
@@ -168,7 +173,9 @@ class Stage:
                 record.stored, record.versions = inputs, _versions(inputs)
         return outputs.detached(), record
 
-    def recompute(self, m: int, record: MicroBatch, setting: Setting, keep_input: bool) -> None:
+    def recompute(
+        self, m: int, record: MicroBatch, setting: ForwardContext, keep_input: bool
+    ) -> None:
         """Run a micro-batch forward again, keeping its activations, where a gradient is wanted.
 
         Args:
@@ -252,7 +259,7 @@ class Stage:
             if device is not None:
                 torch.cuda.set_rng_state(device, self.device)
 
-    def _run(self, m: int, inputs: Tree, setting: Setting) -> Tree:
+    def _run(self, m: int, inputs: Tree, setting: ForwardContext) -> Tree:
         value: Any = inputs.value()
         for index, layer in self.layers.items():
             self._seed(*setting.key, m, index)
@@ -275,7 +282,7 @@ class Stage:
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
     @contextmanager
-    def _as_in(self, setting: Setting) -> Iterator[None]:
+    def _as_in(self, setting: ForwardContext) -> Iterator[None]:
         """Put the modules in the modes of the forward, on copies of the buffers that they may move.
 
         Floating-point buffers and small ones are copied whether they moved or not: a fused kernel,

@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.p2p import Receiver, Sender
 from lightning_gpipe.engine.autograd import CallNode, ExitNode, SteerNode, calls_behind
-from lightning_gpipe.engine.stage import MicroBatch, Setting, Stage
+from lightning_gpipe.engine.stage import ForwardContext, MicroBatch, Stage
 from lightning_gpipe.schedule.actions import Action, Checkpoint, Program, kept_graphs
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
@@ -48,7 +48,7 @@ class Call:
     """
 
     number: int
-    setting: Setting
+    setting: ForwardContext
     split: Split
     program: Program
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Engine:
 
     Args:
         stage: The layers of this rank.
-        links: The process groups.
+        groups: The process groups.
         chunks: M.
         checkpoint: Which micro-batches are re-materialized.
         seed: Seed of the layers' random numbers; the same on every rank.
@@ -77,15 +77,15 @@ class Engine:
     def __init__(
         self,
         stage: Stage,
-        links: Links,
+        groups: Groups,
         chunks: int,
         checkpoint: Checkpoint,
         seed: int,
     ) -> None:
-        validate(fill_drain(links.stages, chunks, checkpoint))
+        validate(fill_drain(groups.stages, chunks, checkpoint))
         self.stage = stage
-        self.links = links
-        self.control = links.control
+        self.groups = groups
+        self.control = groups.pipeline
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._seed = seed & (2**63 - 1)
@@ -97,10 +97,13 @@ class Engine:
         self._chained = False
         self._retain = False
         self._expect_last: ExpectLast | None = None
-        self._anchor = torch.zeros((), device=links.device, requires_grad=True)
-        before, after = links.stage - 1, links.stage + 1
-        down_in, down_out = links.channel(before, links.downs), links.channel(after, links.downs)
-        up_in, up_out = links.channel(after, links.ups), links.channel(before, links.ups)
+        self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
+        before, after = groups.stage - 1, groups.stage + 1
+        down_in, down_out = (
+            groups.channel(before, groups.downs),
+            groups.channel(after, groups.downs),
+        )
+        up_in, up_out = groups.channel(after, groups.ups), groups.channel(before, groups.ups)
         self._activations_in = Receiver(down_in) if down_in else None
         self._activations_out = Sender(down_out) if down_out else None
         self._gradients_in = Receiver(up_in) if up_in else None
@@ -139,7 +142,7 @@ class Engine:
         """
         batch = Tree.of(value, "The backbone's input")
         split = Split.plan(batch, self.chunks)
-        count, stages = len(split.sizes), self.links.stages
+        count, stages = len(split.sizes), self.groups.stages
         schedule = (
             fill_drain(stages, count, self.checkpoint)
             if torch.is_grad_enabled()
@@ -147,13 +150,13 @@ class Engine:
         )
         self._calls += 1
         self._calls_in_step += 1
-        key = (self._seed, self.links.replica, *self._step, self._calls_in_step)
+        key = (self._seed, self.groups.replica, *self._step, self._calls_in_step)
         self._check_call(key)
         call = Call(
             self._calls,
-            Setting.current(key, self.links.device, self.stage.modes()),
+            ForwardContext.current(key, self.groups.device, self.stage.modes()),
             split,
-            schedule[self.links.stage],
+            schedule[self.groups.stage],
         )
         self.stage.batch_norm.begin(split.sizes)
         with self.stage.random_state(), torch.autograd.profiler.record_function("gpipe_forward"):
@@ -168,8 +171,8 @@ class Engine:
         first = self.control.broadcast("call", key, source=0)
         if first != key:
             raise RuntimeError(
-                f"Stage {self.links.stage} (rank {self.links.ranks[self.links.stage]}) is at call"
-                f" {key[-1]} of step {key[2:-1]}, stage 0 at call {first[-1]} of step"
+                f"Stage {self.groups.stage} (rank {self.groups.ranks[self.groups.stage]}) is at"
+                f" call {key[-1]} of step {key[2:-1]}, stage 0 at call {first[-1]} of step"
                 f" {first[2:-1]}. Call the backbone on every rank alike, never under `if rank =="
                 " 0`."
             )
@@ -181,7 +184,7 @@ class Engine:
             isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
             for t in batch.leaves
         ]
-        micro_batches = call.split.scatter(batch.detached()) if self.links.is_first else []
+        micro_batches = call.split.scatter(batch.detached()) if self.groups.is_first else []
         if self._activations_in is not None:
             self._activations_in.expect(m for _, m in forwards)
         outputs: list[Tree] = []
@@ -202,7 +205,7 @@ class Engine:
     def _share_output(self, call: Call, batch: Tree, outputs: list[Tree]) -> Tree:
         """Merge the last stage's outputs and give them to every stage."""
         shared: tuple[Tree, list[int]] | None = None
-        if self.links.is_last:
+        if self.groups.is_last:
             merged, call.merge = Merge.merge(outputs, call.split, batch)
             records = call.micro_batches.values()
             wanted = [
@@ -212,7 +215,7 @@ class Engine:
             ]
             shared = merged, wanted
         output: tuple[Tree, list[int]] = self.control.broadcast(
-            "output", shared, source=self.links.stages - 1
+            "output", shared, source=self.groups.stages - 1
         )
         call.wanted = output[1]
         return output[0]
@@ -221,7 +224,7 @@ class Engine:
         """Make the output a part of the user's graph."""
         if not call.wanted:
             return output.value()
-        if self.links.is_first:
+        if self.groups.is_first:
             pairs = [
                 p
                 for p in zip(batch.leaves, call.split.split_leaves, strict=True)
@@ -266,9 +269,9 @@ class Engine:
         """
         self._retain, self._expect_last = retain, expect_last
         numbers: list[int] | None = None
-        if self.links.is_last:
+        if self.groups.is_last:
             numbers = sorted(calls_behind([loss]), reverse=True) if loss.requires_grad else None
-        numbers = self.control.broadcast("backward", numbers, source=self.links.stages - 1)
+        numbers = self.control.broadcast("backward", numbers, source=self.groups.stages - 1)
         if numbers is None:
             raise RuntimeError(
                 "The loss wants no gradient: it depends neither on the backbone's output nor on any"
@@ -276,13 +279,13 @@ class Engine:
             )
         self._announced.extend(numbers)
         self._chained = False
-        if self.links.is_last:
+        if self.groups.is_last:
             return loss
         missing = [n for n in numbers if n not in self._tokens]
         if missing:
             raise RuntimeError(
                 f"The last stage differentiates call {missing[0]} of the backbone, of which stage"
-                f" {self.links.stage} has dropped the output: the step must do the same on every"
+                f" {self.groups.stage} has dropped the output: the step must do the same on every"
                 " rank."
             )
         steered: Tensor = SteerNode.apply(
@@ -297,7 +300,7 @@ class Engine:
             self._announced.clear()
             raise RuntimeError(
                 f"The backward did not reach calls {left} of the backbone on stage"
-                f" {self.links.stage}: a LightningModule.backward override must call"
+                f" {self.groups.stage}: a LightningModule.backward override must call"
                 " loss.backward(*args, **kwargs) on the loss that it gets."
             )
 
@@ -317,7 +320,7 @@ class Engine:
             )
         if call.versions != self.stage.parameter_versions():
             raise RuntimeError(
-                f"A parameter of stage {self.links.stage} was changed between the forward and the"
+                f"A parameter of stage {self.groups.stage} was changed between the forward and the"
                 " backward of the backbone, so the recomputed activations would be wrong. Step the"
                 " optimizer after the backward."
             )
@@ -335,7 +338,7 @@ class Engine:
                 self._dispatch[action.op](self, call, action, rows, input_gradients, also)
         if not self._retain:
             call.micro_batches.clear()
-        if not self.links.is_first:
+        if not self.groups.is_first:
             return []
         ordered = [
             input_gradients.get(m, [None] * len(call.inputs[0]))
@@ -351,10 +354,10 @@ class Engine:
         """
         gradients = list(call.output_gradients or [None] * len(call.wanted))
         call.output_gradients = None
-        if self._chained and self.links.stages > 1:
-            if self.links.is_first:
-                self.control.send("chain", gradients, to=self.links.stages - 1)
-            elif self.links.is_last:
+        if self._chained and self.groups.stages > 1:
+            if self.groups.is_first:
+                self.control.send("chain", gradients, to=self.groups.stages - 1)
+            elif self.groups.is_last:
                 for i, part in enumerate(self.control.receive("chain", source=0)):
                     own = gradients[i]
                     gradients[i] = part if own is None else own if part is None else own + part

@@ -14,24 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.parameters import Slot
 
 LOSS = 1e-3  # how much losses may differ, of theirs or 1: some kernels add up in any order
 WEIGHTS = 1e-4  # how much the norm of a parameter may
 
 
-class Agreement:
+class ConsistencyCheck:
     """Compares losses and replicated parameters of all stages, in the 1st, 2nd, 4th, 8th… backward.
 
     Args:
         slots: What every stage holds, in the same order on every stage.
-        links: The process groups.
+        groups: The process groups.
     """
 
-    def __init__(self, slots: Sequence[Slot], links: Links) -> None:
+    def __init__(self, slots: Sequence[Slot], groups: Groups) -> None:
         self._held = [s for s in slots if s.is_parameter and s.tensor.is_floating_point()]
-        self._links = links
+        self._groups = groups
         self._backwards = 0
 
     @torch.no_grad()
@@ -45,9 +45,9 @@ class Agreement:
             RuntimeError: With what may be the reason; on all stages.
         """
         self._backwards += 1
-        if self._links.stages == 1 or self._backwards & (self._backwards - 1):
+        if self._groups.stages == 1 or self._backwards & (self._backwards - 1):
             return
-        marks = [loss.detach().sum().to(self._links.device), *map(_norm, self._tensors())]
+        marks = [loss.detach().sum().to(self._groups.device), *map(_norm, self._tensors())]
         lowest, highest = self._ends(torch.stack([mark.double() for mark in marks]))
         spread = highest - lowest
         coarse = 4 * torch.finfo(loss.dtype).eps  # of a loss in half precision
@@ -74,8 +74,8 @@ class Agreement:
     def _ends(self, marks: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and the highest of every number on all stages."""
         both = torch.stack([-marks, marks])
-        both = both.cpu() if self._links.through_host else both
-        dist.all_reduce(both, dist.ReduceOp.MAX, self._links.data)
+        both = both.cpu() if self._groups.through_host else both
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._groups.data)
         return -both[0], both[1]
 
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.parameters import Slot
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaOptions:
+class DataParallelOptions:
     """What DDPStrategy users know; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Args:
@@ -46,19 +46,19 @@ class ReplicaOptions:
     comm_wrapper: Callable[..., Any] | None
 
 
-class Replicas:
+class DataParallel:
     """Averages the gradients of one stage's own parameters over the replicas.
 
     Args:
         slots: What this stage alone holds of its pipeline: parameters and buffers.
-        links: The process groups.
+        groups: The process groups.
         options: What the user chose.
     """
 
-    def __init__(self, slots: Sequence[Slot], links: Links, options: ReplicaOptions) -> None:
+    def __init__(self, slots: Sequence[Slot], groups: Groups, options: DataParallelOptions) -> None:
         parameters = [slot.tensor for slot in slots if slot.is_parameter]
         self._own = [p for p in parameters if isinstance(p, nn.Parameter)]
-        self._links = links
+        self._groups = groups
         self._options = options
         self._ddp: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []  # that the reducer knows
@@ -75,7 +75,7 @@ class Replicas:
             nothing to average.
         """
         wanted = {p for p in self._own if p.requires_grad}
-        if self._links.replicas == 1 or not (wanted or self._parameters):
+        if self._groups.replicas == 1 or not (wanted or self._parameters):
             return None
         if not wanted.issubset(self._parameters):
             self._make_reducer(wanted.union(self._parameters))
@@ -115,7 +115,7 @@ class Replicas:
         for hook in self._hooks:
             hook.remove()
         used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.uint8)
-        dist.all_reduce(used, dist.ReduceOp.MAX, self._links.across.host)
+        dist.all_reduce(used, dist.ReduceOp.MAX, self._groups.siblings.host)
         for parameter, anywhere in zip(self._parameters, used.tolist(), strict=True):
             if not anywhere:
                 parameter.grad = None
@@ -129,7 +129,7 @@ class Replicas:
     def _make_reducer(self, parameters: set[nn.Parameter]) -> None:
         """Make a reducer for parameters, some of which a user may have frozen for the moment."""
         self._parameters = [p for p in self._own if p in parameters]
-        options, group = self._options, self._links.across.data
+        options, group = self._options, self._groups.siblings.data
         with _trainable(self._parameters):
             self._ddp = DistributedDataParallel(
                 nn.ParameterList(self._parameters),
@@ -186,8 +186,8 @@ def refuse_sparse(parameter: Tensor) -> None:
         )
 
 
-def average_over_replicas(wire: Tensor, links: Links) -> None:
+def average_over_replicas(wire: Tensor, groups: Groups) -> None:
     """Average a tensor in place. Collective over the replicas of a stage."""
-    if links.replicas > 1:
-        dist.all_reduce(wire, dist.ReduceOp.SUM, links.across.data)
-        wire.div_(links.replicas)
+    if groups.replicas > 1:
+        dist.all_reduce(wire, dist.ReduceOp.SUM, groups.siblings.data)
+        wire.div_(groups.replicas)

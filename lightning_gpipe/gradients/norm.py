@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 
 Owner = Callable[[Tensor], int | None]
 
 
 def gradient_norm(
-    parameters: Sequence[Tensor], owner: Owner, links: Links, norm_type: float = 2.0
+    parameters: Sequence[Tensor], owner: Owner, groups: Groups, norm_type: float = 2.0
 ) -> Tensor:
     """The norm of the gradients of a whole model's parameters. Collective over the pipeline.
 
@@ -27,23 +27,23 @@ def gradient_norm(
         parameters: The whole model's, in the same order on every stage; those of other stages
             without gradient.
         owner: Tells the stage that holds a parameter; None: all do.
-        links: The process groups.
+        groups: The process groups.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
     Returns:
         A scalar on this stage's device.
     """
     if not parameters:
-        return torch.zeros((), device=links.device)
+        return torch.zeros((), device=groups.device)
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    norms = torch.zeros(len(parameters), dtype=dtype, device=links.device)
+    norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
     for i, parameter in enumerate(parameters):
-        if parameter.grad is not None and (owner(parameter) or 0) == links.stage:
+        if parameter.grad is not None and (owner(parameter) or 0) == groups.stage:
             norms[i] = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
-    if links.stages > 1:
-        wire = norms.cpu() if links.through_host else norms
-        dist.all_reduce(wire, dist.ReduceOp.SUM, links.data)
-        norms = wire.to(links.device)
+    if groups.stages > 1:
+        wire = norms.cpu() if groups.through_host else norms
+        dist.all_reduce(wire, dist.ReduceOp.SUM, groups.data)
+        norms = wire.to(groups.device)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
 

@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.gradients.data_parallel import average_over_replicas, refuse_sparse
 from lightning_gpipe.model.parameters import Slot
 
 
-class Replicated:
+class SharedParameters:
     """Keeps replicated parameters and buffers equal on all stages and replicas.
 
     Args:
         slots: The replicated parameters and buffers, in the same order on every stage.
         own: The parameters and buffers that this stage alone holds.
-        links: The process groups.
+        groups: The process groups.
         broadcast_buffers: Whether replicas take over the first one's buffers.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], own: Sequence[Slot], links: Links, broadcast_buffers: bool
+        self, slots: Sequence[Slot], own: Sequence[Slot], groups: Groups, broadcast_buffers: bool
     ) -> None:
         tensors = [slot.tensor for slot in slots if slot.is_parameter]
         self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
@@ -38,20 +38,20 @@ class Replicated:
         self._outside = [slot for slot in buffers if slot.is_outside]
         self._shared = [slot for slot in buffers if not slot.is_outside]
         self._versions = [slot.tensor._version for slot in self._shared]
-        self._links = links
+        self._groups = groups
         #: buffers, the group over which they become equal, and the rank whose values they get
         self._broadcasts: list[tuple[list[Slot], dist.ProcessGroup, int]] = []
-        if links.stages > 1:
-            self._broadcasts.append((self._outside, links.data, links.ranks[0]))
-        if links.replicas > 1 and broadcast_buffers:
+        if groups.stages > 1:
+            self._broadcasts.append((self._outside, groups.data, groups.ranks[0]))
+        if groups.replicas > 1 and broadcast_buffers:
             held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
-            self._broadcasts.append((held, links.across.data, links.across.ranks[0]))
+            self._broadcasts.append((held, groups.siblings.data, groups.siblings.ranks[0]))
         self._summed: dict[nn.Parameter, Tensor] = {}
 
     def before_backward(self) -> None:
         """Leave gradients that are summed already to the first stage, to be summed once."""
         for parameter, gradient in self._summed.items():
-            if parameter.grad is gradient and not self._links.is_first:
+            if parameter.grad is gradient and not self._groups.is_first:
                 parameter.grad = None
         self._summed = {}
 
@@ -61,8 +61,8 @@ class Replicated:
 
         A gradient that is missing on some stages counts as zeros there; on all, it stays missing.
         """
-        links = self._links
-        if links.stages == links.replicas == 1:
+        groups = self._groups
+        if groups.stages == groups.replicas == 1:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
@@ -72,12 +72,12 @@ class Replicated:
                 self._broadcast([b for b in buffers if b.dtype == dtype], group, source)
 
     def _synchronize_gradients(self) -> None:
-        links = self._links
+        groups = self._groups
         news = torch.tensor([*(p.grad is not None for p in self._parameters), *self._moved()])
         news = news.to(torch.uint8)
-        dist.all_reduce(news, dist.ReduceOp.MAX, links.host)
-        if links.replicas > 1:
-            dist.all_reduce(news, dist.ReduceOp.MAX, links.across.host)
+        dist.all_reduce(news, dist.ReduceOp.MAX, groups.host)
+        if groups.replicas > 1:
+            dist.all_reduce(news, dist.ReduceOp.MAX, groups.siblings.host)
         anywhere = news.bool().tolist()
         moved = anywhere[len(self._parameters) :]
         if any(moved):
@@ -104,9 +104,9 @@ class Replicated:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = self._to_wire(gradients)
-        if self._links.stages > 1:
-            dist.all_reduce(flat, dist.ReduceOp.SUM, self._links.data)
-        average_over_replicas(flat, self._links)
+        if self._groups.stages > 1:
+            dist.all_reduce(flat, dist.ReduceOp.SUM, self._groups.data)
+        average_over_replicas(flat, self._groups)
         self._from_wire(flat, gradients)
 
     def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
@@ -116,7 +116,7 @@ class Replicated:
 
     def _to_wire(self, tensors: list[Tensor]) -> Tensor:
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        return flat.cpu() if self._links.through_host else flat
+        return flat.cpu() if self._groups.through_host else flat
 
     def _from_wire(self, flat: Tensor, tensors: list[Tensor]) -> None:
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):

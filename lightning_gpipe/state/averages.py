@@ -12,62 +12,62 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.parameters import materialize, to_meta
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.state.placement import Skeleton, share_outside, share_over_replicas
+from lightning_gpipe.state.placement import Placement, share_outside, share_over_replicas
 
 
-class Shadow:
+class AveragedCopy:
     """One rank's part of a copy of the module. Collective over all ranks.
 
     Args:
         module: The copy, or a module around it. It stays on the device where it is.
         backbone: Dotted name of the copy's backbone in it.
-        links: The process groups.
+        groups: The process groups.
         can_gather: Tells whether the other stages can be waited for.
     """
 
     def __init__(
-        self, module: nn.Module, backbone: str, links: Links, can_gather: Callable[[], bool]
+        self, module: nn.Module, backbone: str, groups: Groups, can_gather: Callable[[], bool]
     ) -> None:
-        self._module, self._backbone, self._links = module, backbone, links
+        self._module, self._backbone, self._groups = module, backbone, groups
         self._can_gather = can_gather
-        self._skeleton: Skeleton | None = None
+        self._placement: Placement | None = None
         first = next(module.parameters(), None)
         self._device = torch.device("cpu") if first is None or first.is_meta else first.device
-        share_outside(module, module.get_submodule(backbone), links, self._device)
+        share_outside(module, module.get_submodule(backbone), groups, self._device)
         self._empty = materialize(module.get_submodule(backbone))
 
     def cut(self, partition: Partition) -> None:
         """Keep this stage's part, with the first stage's values."""
-        skeleton = Skeleton(
-            self._module, self._backbone, partition, self._links.control, self._device
+        placement = Placement(
+            self._module, self._backbone, partition, self._groups.pipeline, self._device
         )
-        skeleton.cut()
-        share_over_replicas([*skeleton.own, *skeleton.shared], self._links)
-        self._skeleton = skeleton
+        placement.cut()
+        share_over_replicas([*placement.own, *placement.shared], self._groups)
+        self._placement = placement
         self._module.__dict__.update(state_dict=self._state_dict, to=self._to)
 
     def close(self, restore: bool) -> None:
         """Give the copy back, whole if it is to be restored."""
         for name in ("state_dict", "to"):
             self._module.__dict__.pop(name, None)
-        if self._skeleton is not None and restore:
-            self._skeleton.restore()
-        if self._skeleton is None or restore:
+        if self._placement is not None and restore:
+            self._placement.restore()
+        if self._placement is None or restore:
             to_meta(self._empty)
 
     def _state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The whole copy's on the first rank, for a checkpoint."""
         state: dict[str, Any] = type(self._module).state_dict(self._module, *args, **kwargs)
-        if self._skeleton is None or self._links.replica or not self._can_gather():
+        if self._placement is None or self._groups.replica or not self._can_gather():
             return state
-        return self._skeleton.gather(state)
+        return self._placement.gather(state)
 
     def _to(self, device: torch.device | str) -> nn.Module:
         """Move what this stage holds."""
-        if self._skeleton is not None:
-            for slot in self._skeleton.slots:
+        if self._placement is not None:
+            for slot in self._placement.slots:
                 slot.to(torch.device(device))
         return self._module

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from lightning_gpipe.comm.groups import Links
-from lightning_gpipe.comm.messages import Control
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.model.parameters import Slot, layers_of, outside_tensors, outside_to, slots_of
 from lightning_gpipe.model.partition import Partition
 
 
-class Skeleton:
+class Placement:
     """The module of one rank.
 
     Args:
         module: The user's module.
         backbone: Dotted name of its backbone.
         partition: Which layers each stage has.
-        control: The pipeline's control channel.
+        control: The pipeline's object channel.
         device: Where this stage's tensors go.
     """
 
@@ -38,7 +38,7 @@ class Skeleton:
         module: nn.Module,
         backbone: str,
         partition: Partition,
-        control: Control,
+        control: ObjectChannel,
         device: torch.device,
     ) -> None:
         self._module = module
@@ -232,20 +232,20 @@ class PartialStateDict:
 
 
 def share_outside(
-    module: nn.Module, backbone: nn.Module, links: Links, device: torch.device
+    module: nn.Module, backbone: nn.Module, groups: Groups, device: torch.device
 ) -> None:
     """Move what is outside the backbone to a device, with rank 0's values. Collective.
 
     Args:
         module: The user's module.
         backbone: The part of it that is cut.
-        links: The process groups.
+        groups: The process groups.
         device: Where to.
     """
     outside_to(module, backbone, device)
     with torch.no_grad():
         tensors = list(outside_tensors(module, backbone).values())
-        values = links.decide("state", lambda: [tensor.data for tensor in tensors])
+        values = groups.decide("state", lambda: [tensor.data for tensor in tensors])
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
@@ -276,27 +276,27 @@ def _to_host(value: Any) -> Any:
     return value
 
 
-def share_over_replicas(slots: Sequence[Slot], links: Links) -> None:
+def share_over_replicas(slots: Sequence[Slot], groups: Groups) -> None:
     """Give every replica the first one's values. Collective over the replicas of a stage.
 
     Args:
         slots: Parameters and buffers that this rank holds.
-        links: The process groups.
+        groups: The process groups.
 
     Raises:
         RuntimeError: If the replicas' modules differ.
     """
-    if links.replicas == 1:
+    if groups.replicas == 1:
         return
     with torch.no_grad():
         for slot in slots:
             own = slot.tensor.data
-            first = links.across.broadcast("state", (slot.names, own), source=0)
+            first = groups.siblings.broadcast("state", (slot.names, own), source=0)
             if first[0] != slot.names or first[1].shape != own.shape or first[1].dtype != own.dtype:
                 raise RuntimeError(
-                    f"{slot.names[0]} of shape {tuple(own.shape)} on replica {links.replica} is"
+                    f"{slot.names[0]} of shape {tuple(own.shape)} on replica {groups.replica} is"
                     f" {first[0][0]} of shape {tuple(first[1].shape)} on replica 0: build the same"
                     " module on every rank."
                 )
             own.copy_(first[1])
-    links.across.flush()
+    groups.siblings.flush()

@@ -22,9 +22,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.pipeline import Pipeline
-from lightning_gpipe.state.averages import Shadow
+from lightning_gpipe.state.averages import AveragedCopy
 from lightning_gpipe.strategy.summary import forward_on_meta
 
 
@@ -32,27 +32,27 @@ from lightning_gpipe.strategy.summary import forward_on_meta
 def adapted(
     callbacks: Sequence[object],
     pipeline: Pipeline,
-    links: Links,
+    groups: Groups,
     can_gather: Callable[[], bool],
     averages: bool,
-) -> Iterator[list[Shadow]]:
+) -> Iterator[list[AveragedCopy]]:
     """Let callbacks work on a pipeline, until the end of the run. Collective over all ranks.
 
     Args:
         callbacks: The Trainer's, set up.
         pipeline: The module's, not cut yet.
-        links: The process groups.
+        groups: The process groups.
         can_gather: Tells whether the other stages can be waited for.
         averages: Whether callbacks use the averages that they keep; they may be another module's.
 
     Yields:
         The copies of the module that the callbacks keep.
     """
-    _count_replicas(callbacks, links.replicas, links.stages)
+    _count_replicas(callbacks, groups.replicas, groups.stages)
     on_meta = partial(forward_on_meta, pipeline.module, pipeline.as_written, rank_zero_warn)
     with _parameters_by_identity(callbacks), _summaries_in(callbacks, on_meta):
         yield [
-            Shadow(copy, f"{prefix}{pipeline.backbone}", links, can_gather)
+            AveragedCopy(copy, f"{prefix}{pipeline.backbone}", groups, can_gather)
             for copy, prefix in (_averages(callbacks) if averages else ())
         ]
 

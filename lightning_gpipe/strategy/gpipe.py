@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.comm.messages import RemoteError
-from lightning_gpipe.gradients.data_parallel import ReplicaOptions
+from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline import Pipeline
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.actions import Checkpoint
-from lightning_gpipe.state.averages import Shadow
+from lightning_gpipe.state.averages import AveragedCopy
 from lightning_gpipe.strategy import callbacks, metrics, refusals
 from lightning_gpipe.strategy import checkpoint_io as files
 from lightning_gpipe.strategy.loader import PipelineLoader
@@ -123,7 +123,7 @@ class GPipeStrategy(PipelineState):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._replica_options = ReplicaOptions(
+        self._data_parallel_options = DataParallelOptions(
             bucket_cap_mb,
             gradient_as_bucket_view,
             broadcast_buffers,
@@ -132,7 +132,7 @@ class GPipeStrategy(PipelineState):
             ddp_comm_wrapper,
         )
         self._precision: PipelinePrecision | None = None
-        self._shadows: list[Shadow] = []
+        self._averages: list[AveragedCopy] = []
         self._logged: list[tuple[Any, dict[str, Any]]] = []  # what loggers know already
         self._run = ExitStack()  # what the end of a run undoes
         self._evaluations = 0
@@ -150,7 +150,7 @@ class GPipeStrategy(PipelineState):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self.accelerator is None or self.lightning_module is None or self._links is None:
+        if self.accelerator is None or self.lightning_module is None or self._groups is None:
             raise RuntimeError(
                 "The strategy was set up before its processes: use it through a Trainer."
             )
@@ -162,25 +162,25 @@ class GPipeStrategy(PipelineState):
         refusals.refuse_logging(self.lightning_module, trainer.loggers)
         refusals.refuse_callbacks(self._callbacks)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self._synchronize_batch_norm(self.lightning_module, self._links.across.data)
+        self._synchronize_batch_norm(self.lightning_module, self._groups.siblings.data)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._pipeline = Pipeline(
             self.lightning_module,
             self._settings,
             self.chunks,
-            self._links,
-            self._replica_options,
-            devices=[str(self._device_of(rank)) for rank in self._links.ranks],
+            self._groups,
+            self._data_parallel_options,
+            devices=[str(self._device_of(rank)) for rank in self._groups.ranks],
             optimizers=lambda: self.optimizers if fitting else [],
             on_cut=self._on_cut,
             inform=rank_zero_info,
             warn=rank_zero_warn,
         )
-        self._shadows = self._run.enter_context(
+        self._averages = self._run.enter_context(
             callbacks.adapted(
                 self._callbacks,
                 self._pipeline,
-                self._links,
+                self._groups,
                 self._can_gather,
                 averages=trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING),
             )
@@ -193,9 +193,9 @@ class GPipeStrategy(PipelineState):
             self._pipeline.adopt_optimizers()
         self.setup_precision_plugin()
         self._precision = PipelinePrecision(
-            self.precision_plugin, self._pipeline.owner, self._links
+            self.precision_plugin, self._pipeline.owner, self._groups
         )
-        self._run.enter_context(metrics.over_replicas(self._links))
+        self._run.enter_context(metrics.over_replicas(self._groups))
         self._run.enter_context(one_stage_norms_refused())
 
     def _synchronize_batch_norm(self, module: nn.Module, group: Any) -> None:
@@ -209,8 +209,8 @@ class GPipeStrategy(PipelineState):
 
     def _on_cut(self, partition: Partition) -> None:
         """Cut what callbacks have copied, and let loggers know what is trained how."""
-        for shadow in self._shadows:
-            shadow.cut(partition)
+        for average in self._averages:
+            average.cut(partition)
         trainer = self._trainer()
         if not self.is_global_zero or not trainer.enable_autolog_hparams:
             return
@@ -348,12 +348,12 @@ class GPipeStrategy(PipelineState):
     @override
     def process_dataloader(self, dataloader: Any) -> object:
         """Let the first stage read the data for all."""
-        if self._links is None:
+        if self._groups is None:
             return dataloader
-        refusals.refuse_sampler(dataloader, self.replicas, self._links.replica)
+        refusals.refuse_sampler(dataloader, self.replicas, self._groups.replica)
         if self.stages == 1:
             return dataloader
-        return PipelineLoader(dataloader, self._links.control)
+        return PipelineLoader(dataloader, self._groups.pipeline)
 
     # ------------------------------------------------------------------ gradients
 
@@ -369,11 +369,11 @@ class GPipeStrategy(PipelineState):
             A scalar, the same on every stage and for every number of stages. What has no gradient
             counts as zero.
         """
-        if self._links is None:
+        if self._groups is None:
             raise RuntimeError("The pipeline is not set up: call this in a step or a hook.")
         owner = self._active_pipeline().owner
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return gradient_norm(listed, owner, self._links, norm_type)
+        return gradient_norm(listed, owner, self._groups, norm_type)
 
     def clip_grad_norm_(
         self,
@@ -420,9 +420,9 @@ class GPipeStrategy(PipelineState):
             self._precision = None
         if pipeline is not None:
             pipeline.close(restore=not self.is_interrupted)
-        for shadow in self._shadows:
-            shadow.close(restore=not self.is_interrupted)
-        self._shadows = []
+        for average in self._averages:
+            average.close(restore=not self.is_interrupted)
+        self._averages = []
         self._run.close()
         self.disconnect()
         if self.cluster_environment is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpipe.comm.messages import Control, RemoteError
+from lightning_gpipe.comm.messages import ObjectChannel, RemoteError
 from lightning_gpipe.strategy import _lightning
 
 
@@ -25,10 +25,10 @@ class PipelineLoader:
 
     Args:
         loader: Any iterable of batches.
-        control: The pipeline's control channel.
+        control: The pipeline's object channel.
     """
 
-    def __init__(self, loader: Iterable[Any], control: Control) -> None:
+    def __init__(self, loader: Iterable[Any], control: ObjectChannel) -> None:
         if isinstance(loader, PipelineLoader):  # wrapped for an earlier run
             loader = loader.__dict__["_loader"]
         self.__dict__["_loader"] = loader
@@ -72,7 +72,7 @@ class PipelineLoader:
         sampler = getattr(self._loader, "batch_sampler", None)
         return _lightning.seen_indices(sampler)
 
-    def _read(self, control: Control) -> Iterator[Any]:
+    def _read(self, control: ObjectChannel) -> Iterator[Any]:
         sent = 0
         try:
             batches = iter(self._loader)

@@ -10,17 +10,17 @@ from typing import Any
 import torch.distributed as dist
 from torchmetrics import Metric
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 
 
 @contextmanager
-def over_replicas(links: Links) -> Iterator[None]:
+def over_replicas(groups: Groups) -> Iterator[None]:
     """Let every torchmetrics metric, wherever it is kept, be synchronized over replicas.
 
     Args:
-        links: The process groups.
+        groups: The process groups.
     """
-    original, group, replicas = Metric.sync, links.across.data, links.replicas
+    original, group, replicas = Metric.sync, groups.siblings.data, groups.replicas
 
     def sync(
         self: Metric,

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpipe.comm.groups import Links
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.gradients.norm import Owner, gradient_norm, scale_to_norm
 
 
@@ -27,17 +27,17 @@ class PipelinePrecision:
     Args:
         plugin: The Trainer's precision plugin; its class stays what it is.
         owner: Tells the stage that holds a parameter; None: all do.
-        links: The process groups.
+        groups: The process groups.
     """
 
-    def __init__(self, plugin: Precision, owner: Owner, links: Links) -> None:
+    def __init__(self, plugin: Precision, owner: Owner, groups: Groups) -> None:
         self._plugin = plugin
-        plugin.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, owner, links)
+        plugin.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, owner, groups)
         plugin.__dict__["clip_grad_by_value"] = partial(_clip_by_value, plugin)
         self._scaler = getattr(plugin, "scaler", None)
         if self._scaler is not None:
             unscale = self._scaler._unscale_grads_
-            self._scaler.__dict__["_unscale_grads_"] = partial(_unscale, unscale, links)
+            self._scaler.__dict__["_unscale_grads_"] = partial(_unscale, unscale, groups)
 
     def remove(self) -> None:
         """Give the plugin its own methods back."""
@@ -72,10 +72,10 @@ def one_stage_norms_refused() -> Iterator[None]:
 
 
 def _clip_by_norm(
-    plugin: Precision, owner: Owner, links: Links, optimizer: Optimizer, clip_val: float
+    plugin: Precision, owner: Owner, groups: Groups, optimizer: Optimizer, clip_val: float
 ) -> None:
     parameters = list(plugin.main_params(optimizer))
-    scale_to_norm(parameters, gradient_norm(parameters, owner, links), clip_val)
+    scale_to_norm(parameters, gradient_norm(parameters, owner, groups), clip_val)
 
 
 def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
@@ -86,7 +86,7 @@ def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> 
 
 def _unscale(
     unscale: Callable[..., dict[torch.device, Tensor]],
-    links: Links,
+    groups: Groups,
     optimizer: Optimizer,
     inv_scale: Tensor,
     found_inf: Tensor,
@@ -98,6 +98,6 @@ def _unscale(
     """
     found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
     anywhere = torch.stack([flag.cpu() for flag in (*found.values(), torch.zeros(()))]).max()
-    if links.stages > 1:
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, links.host)
-    return {links.device: anywhere.to(links.device)}
+    if groups.stages > 1:
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, groups.host)
+    return {groups.device: anywhere.to(groups.device)}

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gpipe.comm.groups import Links
-from lightning_gpipe.comm.messages import Control
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.failure.verdict import Failure
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.plan.settings import Settings, check_choice
@@ -75,7 +75,7 @@ class PipelineProcesses(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
-        self._links: Links | None = None
+        self._groups: Groups | None = None
         self._watchdog: Watchdog | None = None
         self._on_sigterm: EndOnSigterm | None = None
         self._requeue: Requeue | None = None
@@ -161,8 +161,8 @@ class PipelineProcesses(ParallelStrategy):
             place = self.global_rank, self.stages, self.world_size
             on_cpu = device.type == "cpu"
             self._watchdog = Watchdog(*place, host, self.broadcast, self._abort, on_cpu)
-        if self._links is None:
-            self._links = self._connect(backend, device)
+        if self._groups is None:
+            self._groups = self._connect(backend, device)
         self._make_handlers()
 
     def _make_handlers(self) -> None:
@@ -196,15 +196,15 @@ class PipelineProcesses(ParallelStrategy):
         self.report(exception)
         if isinstance(exception, SIGTERMException):
             exception.code = 128 + signal.SIGTERM
-        if isinstance(self.launcher, MultiProcessingLauncher) and self._links is None:
+        if isinstance(self.launcher, MultiProcessingLauncher) and self._groups is None:
             self.launcher.kill(signal.SIGTERM)  # in the process that only waits for the others
         super().on_exception(exception)
 
     def disconnect(self) -> None:
         """Leave the groups: with the others at the end of a run, at once after an error."""
-        if self._links is not None and not self.is_interrupted:
-            self._links.close()
-        self._links = None
+        if self._groups is not None and not self.is_interrupted:
+            self._groups.close()
+        self._groups = None
         callbacks = self._callbacks
         callbacks[:] = [c for c in callbacks if not isinstance(c, ReportFirst)]
         if self._watchdog is not None:
@@ -239,7 +239,7 @@ class PipelineProcesses(ParallelStrategy):
         )
 
     def _abort(self) -> None:
-        groups: list[Any] = self._links.groups if self._links is not None else []
+        groups: list[Any] = self._groups.all_groups if self._groups is not None else []
         for group in (dist.group.WORLD, *groups):
             with suppress(Exception):  # the run has failed already, for another reason
                 group.abort()
@@ -262,26 +262,28 @@ class PipelineProcesses(ParallelStrategy):
                 " per node."
             )
 
-    def _connect(self, backend: str, device: torch.device) -> Links:
+    def _connect(self, backend: str, device: torch.device) -> Groups:
         """Make this process's groups. Collective over the world."""
         world, stages = range(self.world_size), self.stages
         through_host = backend == "gloo"
         lanes = 1 if through_host else 2
         kinds = ["gloo", *[backend] * (1 + 2 * lanes)]
         pipelines = [[*world[first : first + stages]] for first in world[::stages]]
-        host, data, *others = self._groups(pipelines, kinds)
+        host, data, *others = self._make_groups(pipelines, kinds)
         place = self.stage, tuple(pipelines[self.global_rank // stages])
-        control = Control(*place, host, host if through_host else data, device)
+        control = ObjectChannel(*place, host, host if through_host else data, device)
         siblings = [[*world[stage::stages]] for stage in range(stages)]
         ties = [host]  # nothing to say with one replica
         if self.replicas > 1:
-            ties = self._groups(siblings, ["gloo"] if through_host else ["gloo", backend])
+            ties = self._make_groups(siblings, ["gloo"] if through_host else ["gloo", backend])
         peers = tuple(siblings[self.stage])
-        across = Control(self.global_rank // stages, peers, ties[0], ties[-1], device)
+        across = ObjectChannel(self.global_rank // stages, peers, ties[0], ties[-1], device)
         downs, ups = tuple(others[:lanes]), tuple(others[lanes:])
-        return Links(*place, device, host, data, downs, ups, through_host, control, across)
+        return Groups(*place, device, host, data, downs, ups, through_host, control, across)
 
-    def _groups(self, partition: list[list[int]], kinds: Iterable[str]) -> list[dist.ProcessGroup]:
+    def _make_groups(
+        self, partition: list[list[int]], kinds: Iterable[str]
+    ) -> list[dist.ProcessGroup]:
         """Make a group of each kind for each set of ranks, and return this rank's."""
         made = [
             (ranks, cast(dist.ProcessGroup, dist.new_group(ranks, self._timeout, kind)))
@@ -344,7 +346,7 @@ class PipelineProcesses(ParallelStrategy):
         """What Lightning means by all processes: here, the replicas."""
         if group not in (None, dist.group.WORLD):
             return group
-        return self._links.across.data if self._links is not None else None
+        return self._groups.siblings.data if self._groups is not None else None
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
