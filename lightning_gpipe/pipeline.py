@@ -20,12 +20,10 @@ from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOp
 from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.blocks import runner
-from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.parameters import Slot, layers_of, materialize, outside_to, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirect, not_alone
-from lightning_gpipe.plan.cost import flop_costs, function_costs, module_flops, parameter_costs
-from lightning_gpipe.plan.cut import cut
+from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.placement import (
@@ -97,19 +95,13 @@ class Pipeline:
                 f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer"
                 " does."
             )
-        self.backbone = find_backbone(module, settings.backbone, self._known_flops())
+        flops = known_flops(module) if settings.backbone is None else None
+        self.backbone = find_backbone(module, settings.backbone, flops)
         self._backbone = module.get_submodule(self.backbone)
         refuse_compiled(self._backbone, self.backbone)
         self._layers = layers_of(self._backbone)
         self._run_layer = runner(self._backbone)
-        if len(self._layers) < groups.stages:
-            raise ValueError(
-                f"The backbone '{self.backbone}' has {len(self._layers)} layers, fewer than"
-                f" {groups.stages} stages: use at most {len(self._layers)} devices, or split it"
-                " into more layers."
-            )
-        if settings.sizes is not None:
-            _check_sizes(settings.sizes, len(self._layers), groups.stages, self.backbone)
+        check_layers(len(self._layers), groups.stages, settings, self.backbone)
         self._seed = groups.decide("seed", torch.initial_seed)
         self._redirect(self._backbone, self._forward)
         for layer in self._layers:
@@ -130,7 +122,7 @@ class Pipeline:
                 " build the module anew, and give the Trainer a checkpoint to go on from."
             )
         self._empty = materialize(self._backbone)
-        if self._settings.balance == "params" or self._settings.sizes is not None:
+        if not self._settings.needs_input:
             self._cut(None)
 
     def adopt_optimizers(self) -> None:
@@ -282,7 +274,12 @@ class Pipeline:
             settings, groups = self._settings, self._groups
             for layer in self._layers:
                 self._direct(layer)
-            partition = groups.decide("partition", lambda: self._decide(value))
+            partition = groups.decide(
+                "partition",
+                lambda: decide_partition(
+                    self._layers, self._run_layer, groups.stages, settings, value, self._warn
+                ),
+            )
             self.partition = partition
             outside = outside_share(self.module, self._backbone)
             table = partition_table(
@@ -344,34 +341,6 @@ class Pipeline:
                 )
                 return
 
-    def _decide(self, value: Any) -> Partition:
-        balance, stages = self._settings.balance, self._groups.stages
-        if self._settings.sizes is not None:
-            return Partition(self._settings.sizes, tuple(parameter_costs(self._layers)), "params")
-        costs, unit = parameter_costs(self._layers), "params"
-        if balance == "flops":
-            try:
-                costs, unit = flop_costs(self._layers, self._run_layer, value), "flops"
-            except UntraceableLayer as error:
-                self._warn(
-                    "Layers are balanced by parameters: their operations can't be counted, because"
-                    f" {error}. Choose balance='params' or a list of layers per stage to silence"
-                    " this."
-                )
-        elif callable(balance):
-            costs, unit = function_costs(self._layers, self._run_layer, value, balance), "cost"
-        return Partition(cut(costs, stages), tuple(costs), unit)
-
-    def _known_flops(self) -> dict[str, float] | None:
-        """Operations by submodule, where the module has an example of its input."""
-        example = getattr(self.module, "example_input_array", None)
-        if self._settings.backbone is not None or example is None:
-            return None
-        try:
-            return module_flops(self.module, example)
-        except UntraceableLayer:
-            return None
-
     def _redirect(self, module: nn.Module, target: Callable[..., Any]) -> None:
         # a forward of the instance's own: torch.compile sets one, and users do
         previous = module.__dict__.get("forward")
@@ -384,15 +353,6 @@ class Pipeline:
         original = self._forwards.pop(module, None)
         if original is not None:
             module.__dict__["forward"] = original
-
-
-def _check_sizes(sizes: Sequence[int], layers: int, stages: int, name: str) -> None:
-    if len(sizes) != stages or sum(sizes) != layers:
-        raise ValueError(
-            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there are"
-            f" {stages} stages and '{name}' has {layers} layers: give {stages} numbers that add up"
-            f" to {layers}."
-        )
 
 
 def _state_to(optimizer: Optimizer, device: torch.device) -> None:

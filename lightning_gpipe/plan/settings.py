@@ -38,6 +38,11 @@ class Settings:
             return tuple(self.balance)
         return None
 
+    @property
+    def needs_input(self) -> bool:
+        """Whether the balance depends on the backbone's input."""
+        return self.balance != "params" and self.sizes is None
+
     def for_loggers(self) -> dict[str, Any]:
         """What was chosen, beside the numbers of stages and micro-batches."""
         return {

@@ -1,0 +1,92 @@
+"""Decides which layers each stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_gpipe.model.blocks import RunLayer
+from lightning_gpipe.model.on_meta import UntraceableLayer
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.plan.cost import flop_costs, function_costs, module_flops, parameter_costs
+from lightning_gpipe.plan.cut import cut
+from lightning_gpipe.plan.settings import Settings
+
+
+def decide_partition(
+    layers: Sequence[nn.Module],
+    run_layer: RunLayer,
+    stages: int,
+    settings: Settings,
+    sample: Any,
+    warn: Callable[[str], object],
+) -> Partition:
+    """Share the layers out between the stages.
+
+    Args:
+        layers: The backbone's.
+        run_layer: Runs one of them.
+        stages: K.
+        settings: What the user chose.
+        sample: The backbone's input, if ``settings.needs_input``.
+        warn: Called with a text if the layers can't be balanced as the user chose.
+
+    Raises:
+        ValueError: If a cost is negative or not finite.
+        UntraceableLayer: If the user's cost function needs the input of a layer that can't run
+            without data.
+    """
+    balance = settings.balance
+    costs, unit = parameter_costs(layers), "params"
+    if settings.sizes is not None:
+        return Partition(settings.sizes, tuple(costs), unit)
+    if balance == "flops":
+        try:
+            costs, unit = flop_costs(layers, run_layer, sample), "flops"
+        except UntraceableLayer as error:
+            warn(
+                "Layers are balanced by parameters: their operations can't be counted, because"
+                f" {error}. Choose balance='params' or a list of layers per stage to silence this."
+            )
+    elif callable(balance):
+        costs, unit = function_costs(layers, run_layer, sample, balance), "cost"
+    return Partition(cut(costs, stages), tuple(costs), unit)
+
+
+def check_layers(layers: int, stages: int, settings: Settings, backbone: str) -> None:
+    """Check that a backbone can be cut into so many stages.
+
+    Args:
+        layers: Number of its layers.
+        stages: K.
+        settings: What the user chose.
+        backbone: Its dotted name.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    if layers < stages:
+        raise ValueError(
+            f"The backbone '{backbone}' has {layers} layers, fewer than {stages} stages: use at"
+            f" most {layers} devices, or split it into more layers."
+        )
+    sizes = settings.sizes
+    if sizes is not None and (len(sizes) != stages or sum(sizes) != layers):
+        raise ValueError(
+            f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there are"
+            f" {stages} stages and '{backbone}' has {layers} layers: give {stages} numbers that add"
+            f" up to {layers}."
+        )
+
+
+def known_flops(module: nn.Module) -> dict[str, float] | None:
+    """Operations of every submodule by name, where the module has an example of its input."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        return None
+    try:
+        return module_flops(module, example)
+    except UntraceableLayer:
+        return None
