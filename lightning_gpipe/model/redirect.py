@@ -1,9 +1,12 @@
-"""Takes the place of a module's forward."""
+"""Takes the place of modules' forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 
 class Redirect:
@@ -18,6 +21,45 @@ class Redirect:
 
     def __deepcopy__(self, memo: Any) -> Redirect:
         return self
+
+
+class Redirections:
+    """The forwards that are redirected, and those that they had before."""
+
+    def __init__(self) -> None:
+        self._originals: dict[nn.Module, Any] = {}
+
+    def add(self, module: nn.Module, target: Callable[..., Any]) -> None:
+        """Let calls of a module go to a function, until :meth:`remove`."""
+        # a forward of the instance's own: torch.compile sets one, and users do
+        previous = module.__dict__.get("forward")
+        self._originals.setdefault(module, None if isinstance(previous, Redirect) else previous)
+        module.__dict__["forward"] = Redirect(target)
+
+    def remove(self, module: nn.Module) -> None:
+        """Let calls of a module go to its own forward again."""
+        module.__dict__.pop("forward", None)
+        original = self._originals.pop(module, None)
+        if original is not None:
+            module.__dict__["forward"] = original
+
+    def clear(self) -> None:
+        """Take all back."""
+        for module in list(self._originals):
+            self.remove(module)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let modules be called as if nothing were redirected."""
+        redirected = {module: module.__dict__["forward"] for module in self._originals}
+        originals = dict(self._originals)
+        self.clear()
+        try:
+            yield
+        finally:
+            for module, redirection in redirected.items():
+                module.__dict__["forward"] = redirection
+            self._originals = originals
 
 
 def not_alone(*args: Any, **kwargs: Any) -> Any:

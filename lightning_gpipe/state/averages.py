@@ -15,7 +15,8 @@ from torch import nn
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.parameters import materialize, to_meta
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.state.placement import Placement, share_outside, share_over_replicas
+from lightning_gpipe.state.gather import StageTensors, share_outside, share_over_replicas
+from lightning_gpipe.state.placement import Placement
 
 
 class AveragedCopy:
@@ -33,7 +34,7 @@ class AveragedCopy:
     ) -> None:
         self._module, self._backbone, self._groups = module, backbone, groups
         self._can_gather = can_gather
-        self._placement: Placement | None = None
+        self._tensors: StageTensors | None = None
         first = next(module.parameters(), None)
         self._device = torch.device("cpu") if first is None or first.is_meta else first.device
         share_outside(module, module.get_submodule(backbone), groups, self._device)
@@ -41,33 +42,32 @@ class AveragedCopy:
 
     def cut(self, partition: Partition) -> None:
         """Keep this stage's part, with the first stage's values."""
-        placement = Placement(
-            self._module, self._backbone, partition, self._groups.pipeline, self._device
-        )
-        placement.cut()
-        share_over_replicas([*placement.own, *placement.shared], self._groups)
-        self._placement = placement
+        groups = self._groups
+        placement = Placement.of(self._module, self._backbone, partition, groups.stage)
+        self._tensors = StageTensors(placement, groups.pipeline, self._device)
+        self._tensors.cut()
+        share_over_replicas([*placement.own, *placement.shared], groups)
         self._module.__dict__.update(state_dict=self._state_dict, to=self._to)
 
     def close(self, restore: bool) -> None:
         """Give the copy back, whole if it is to be restored."""
         for name in ("state_dict", "to"):
             self._module.__dict__.pop(name, None)
-        if self._placement is not None and restore:
-            self._placement.restore()
-        if self._placement is None or restore:
+        if self._tensors is not None and restore:
+            self._tensors.restore()
+        if self._tensors is None or restore:
             to_meta(self._empty)
 
     def _state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The whole copy's on the first rank, for a checkpoint."""
         state: dict[str, Any] = type(self._module).state_dict(self._module, *args, **kwargs)
-        if self._placement is None or self._groups.replica or not self._can_gather():
+        if self._tensors is None or self._groups.replica or not self._can_gather():
             return state
-        return self._placement.gather(state)
+        return self._tensors.gather(state)
 
     def _to(self, device: torch.device | str) -> nn.Module:
         """Move what this stage holds."""
-        if self._placement is not None:
-            for slot in self._placement.slots:
+        if self._tensors is not None:
+            for slot in self._tensors.placement.slots:
                 slot.to(torch.device(device))
         return self._module

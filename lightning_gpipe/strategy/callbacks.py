@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.pipeline import Pipeline
+from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.state.averages import AveragedCopy
 from lightning_gpipe.strategy.summary import forward_on_meta
 
@@ -31,7 +31,7 @@ from lightning_gpipe.strategy.summary import forward_on_meta
 @contextmanager
 def adapted(
     callbacks: Sequence[object],
-    pipeline: Pipeline,
+    pipeline: PipelinedModule,
     groups: Groups,
     can_gather: Callable[[], bool],
     averages: bool,

@@ -24,7 +24,8 @@ from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.pipeline import Pipeline
+from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.actions import Checkpoint
@@ -164,8 +165,7 @@ class GPipeStrategy(PipelineState):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._synchronize_batch_norm(self.lightning_module, self._groups.siblings.data)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._pipeline = Pipeline(
-            self.lightning_module,
+        surroundings = Surroundings(
             self._settings,
             self.chunks,
             self._groups,
@@ -176,6 +176,7 @@ class GPipeStrategy(PipelineState):
             inform=rank_zero_info,
             warn=rank_zero_warn,
         )
+        self._pipeline = PipelinedModule(self.lightning_module, surroundings)
         self._averages = self._run.enter_context(
             callbacks.adapted(
                 self._callbacks,
@@ -432,7 +433,7 @@ class GPipeStrategy(PipelineState):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _active_pipeline(self) -> Pipeline:
+    def _active_pipeline(self) -> PipelinedModule:
         if self._pipeline is None:
             raise RuntimeError(
                 "The pipeline is not set up: steps run inside Trainer.fit, validate, test or"

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.pipeline import Pipeline
+from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import callbacks
 from lightning_gpipe.strategy import checkpoint_io as files
 from lightning_gpipe.strategy.processes import PipelineProcesses
@@ -30,7 +30,7 @@ class PipelineState(PipelineProcesses):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelinedModule | None = None
         self._partition: Partition | None = None
 
     @property

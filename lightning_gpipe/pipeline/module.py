@@ -1,0 +1,143 @@
+"""All that a strategy sees of a pipeline: before and after the cut."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.model.parameters import Slot, materialize, to_meta
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.redirect import Redirections, not_alone
+from lightning_gpipe.pipeline.pipeline import Pipeline, Surroundings
+from lightning_gpipe.pipeline.uncut import Uncut
+from lightning_gpipe.state.gather import (
+    share_outside,
+)
+
+
+class PipelinedModule:
+    """One rank's part of the pipeline that a module becomes: all that a strategy sees of it.
+
+    Where the balance needs no input of the backbone the module is cut at once, else when the
+    backbone is first called: its input is not the batch, so nothing else tells its shape. Until
+    then the backbone stays in host memory.
+
+    Args:
+        module: The user's module.
+        surroundings: Groups, settings and so on.
+
+    Raises:
+        ValueError: If the module can't become a pipeline, with what to change.
+    """
+
+    def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
+        self.module = module
+        self._redirections = Redirections()
+        uncut = Uncut.of(module, surroundings, self._redirections)
+        self.backbone = uncut.backbone
+        self._state: Uncut | Pipeline = uncut
+        self._groups = surroundings.groups
+        self._needs_input = surroundings.settings.needs_input
+        self._step: tuple[int, ...] = (0,)
+        self._lent: list[Slot] = []
+        self._redirections.add(uncut.body, self._forward)
+        for layer in uncut.layers:
+            self._redirections.add(layer, not_alone)
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which layers each stage has; None until the module is cut."""
+        return self._state.partition if isinstance(self._state, Pipeline) else None
+
+    def to_device(self) -> None:
+        """Move to the device what is outside the backbone, and cut it if that needs no input."""
+        body = self._state.body
+        share_outside(self.module, body, self._groups, self._groups.device)
+        is_whole = self._groups.decide(
+            "state", lambda: not any(p.is_meta for p in body.parameters())
+        )
+        if not is_whole:
+            raise RuntimeError(
+                "Rank 0 holds a part of the model only, because an earlier run was interrupted:"
+                " build the module anew, and give the Trainer a checkpoint to go on from."
+            )
+        self._lent = materialize(body)
+        if not self._needs_input:
+            self._cut(None)
+
+    def adopt_optimizers(self) -> None:
+        """Let the optimizers hold the state of this stage's parameters alone, on its device."""
+        self._state.adopt_optimizers()
+
+    def begin_step(self, *step: int) -> None:
+        """Tell which step comes.
+
+        Args:
+            step: Numbers that tell steps apart; the same on every stage.
+        """
+        self._step = step
+        self._state.begin_step(*step)
+
+    def backward(
+        self, loss: Tensor, retain: bool, synchronize: bool
+    ) -> AbstractContextManager[Tensor]:
+        """Run a backward inside this context. Collective.
+
+        Args:
+            loss: The user's loss.
+            retain: Whether the graph is needed once more.
+            synchronize: Whether gradients become equal on all ranks that hold a parameter; else
+                they accumulate until a backward for which they do.
+
+        Returns:
+            A context that gives the loss to differentiate on this stage.
+        """
+        return self._state.backward(loss, retain, synchronize)
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """Let the backbone and its layers be called as without a pipeline."""
+        return self._redirections.suspended()
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """The stage that holds a parameter; None: all do."""
+        return self._state.owner(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's state dict, whole on rank 0. Collective."""
+        return self._state.state_dict()
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state dict, whole on rank 0. Collective."""
+        return self._state.optimizer_state_dict(optimizer)
+
+    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a whole optimizer's state dict that this stage holds."""
+        return self._state.own_optimizer_state(optimizer, state)
+
+    def close(self, restore: bool) -> None:
+        """Give the module back.
+
+        Args:
+            restore: Whether to bring all weights to the host memory of every rank, and all
+                optimizer state to rank 0's. Collective then.
+        """
+        self._redirections.clear()
+        self._state.close(restore)
+        if restore or isinstance(self._state, Uncut):
+            to_meta(self._lent)
+
+    def _forward(self, input: Any) -> Any:  # named as nn.Sequential's
+        return (self._state if isinstance(self._state, Pipeline) else self._cut(input)).forward(
+            input
+        )
+
+    def _cut(self, sample: Any) -> Pipeline:
+        if isinstance(self._state, Pipeline):
+            return self._state
+        self._state = pipeline = self._state.cut(sample)
+        pipeline.begin_step(*self._step)
+        pipeline.announce()
+        return pipeline

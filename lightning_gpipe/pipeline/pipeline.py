@@ -1,0 +1,168 @@
+"""A module that is cut into stages: one rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.engine.whole_batch import Engine
+from lightning_gpipe.gradients.consistency import ConsistencyCheck
+from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
+from lightning_gpipe.gradients.shared import SharedParameters
+from lightning_gpipe.model.parameters import outside_to
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.state.gather import (
+    PartialStateDict,
+    StageTensors,
+)
+from lightning_gpipe.state.optimizers import adopt, gather_optimizer, own_part, state_to
+from lightning_gpipe.state.placement import Placement
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a pipeline needs to know beside the module.
+
+    Args:
+        settings: What the user chose.
+        chunks: M.
+        groups: The process groups.
+        data_parallel: How replicas communicate.
+        devices: The name of every stage's device, for the table.
+        optimizers: Returns the optimizers that work in this run.
+        on_cut: Called when the module has been cut. Collective over all ranks.
+        inform: Prints a text on rank 0.
+        warn: Warns on rank 0.
+    """
+
+    settings: Settings
+    chunks: int
+    groups: Groups
+    data_parallel: DataParallelOptions
+    devices: Sequence[str]
+    optimizers: Callable[[], Sequence[Optimizer]]
+    on_cut: Callable[[Partition], object]
+    inform: Callable[[str], object]
+    warn: Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One rank's part of a module that is cut.
+
+    Args:
+        module: The user's module.
+        body: Its backbone.
+        surroundings: Groups, settings and so on.
+        partition: Which layers each stage has.
+        tensors: What this stage holds.
+        engine: Runs this stage's micro-batches.
+        data_parallel: Averages this stage's gradients over the replicas.
+        shared: Sums the gradients of what every stage holds.
+        consistency: Compares what must be the same on every stage.
+        partial: Warns of the state dict of one stage.
+        hooks: To remove at the end.
+    """
+
+    module: nn.Module
+    body: nn.Module
+    surroundings: Surroundings
+    partition: Partition
+    tensors: StageTensors
+    engine: Engine
+    data_parallel: DataParallel
+    shared: SharedParameters
+    consistency: ConsistencyCheck
+    partial: PartialStateDict
+    hooks: tuple[RemovableHandle, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage holds what."""
+        return self.tensors.placement
+
+    def announce(self) -> None:
+        """Tell that the module is cut. Collective over all ranks."""
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            self.surroundings.on_cut(self.partition)
+
+    def adopt_optimizers(self) -> None:
+        """See :meth:`PipelinedModule.adopt_optimizers`."""
+        adopt(self.surroundings.optimizers(), self.placement, self.tensors.device)
+
+    def begin_step(self, *step: int) -> None:
+        """See :meth:`PipelinedModule.begin_step`."""
+        self.engine.begin_step(*step)
+
+    def forward(self, input: Any) -> Any:
+        """Run the backbone. Collective over the pipeline."""
+        return self.engine.forward(input)
+
+    @contextmanager
+    def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:
+        """See :meth:`PipelinedModule.backward`."""
+        self.shared.before_backward()
+        expect_last = self.data_parallel.expect_last if synchronize else None
+        yield self.engine.steer(loss, retain, expect_last)
+        self.engine.finish_backward()
+        if synchronize:
+            self.data_parallel.finish()
+            self.shared.synchronize()
+            self.consistency.check(loss)
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """The stage that holds a parameter; None: all do."""
+        return self.placement.owner(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`PipelinedModule.state_dict`; replica 0 gathers."""
+        with self.partial.silent():
+            state: dict[str, Any] = self.module.state_dict()
+        return state if self.surroundings.groups.replica else self.tensors.gather(state)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See :meth:`PipelinedModule.optimizer_state_dict`.
+
+        That of an optimizer of an earlier run is whole on rank 0 already.
+        """
+        is_spread = any(optimizer is found for found in self.surroundings.optimizers())
+        if self.surroundings.groups.replica or not is_spread:
+            return optimizer.state_dict()
+        return gather_optimizer(optimizer, self.placement, self.tensors.channel)
+
+    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`PipelinedModule.own_optimizer_state`."""
+        return own_part(optimizer, self.placement, state)
+
+    def close(self, restore: bool) -> None:
+        """See :meth:`PipelinedModule.close`."""
+        for hook in self.hooks:
+            hook.remove()
+        if restore:
+            self.engine.flush()
+        self.engine.close()
+        self.data_parallel.close()
+        if restore:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Bring weights and optimizers' state back. Collective."""
+        optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
+        states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
+        outside_to(self.module, self.body, HOST)
+        self.tensors.restore()
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if groups.is_first and groups.replica == 0:
+                optimizer.load_state_dict(state)
+            state_to(optimizer, HOST)

@@ -1,0 +1,206 @@
+"""A module before it is cut into stages, and the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.whole_batch import Engine
+from lightning_gpipe.gradients.consistency import ConsistencyCheck
+from lightning_gpipe.gradients.data_parallel import DataParallel
+from lightning_gpipe.gradients.shared import SharedParameters
+from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.model.blocks import runner
+from lightning_gpipe.model.parameters import layers_of, outside_to
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.redirect import Redirections, not_alone
+from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings
+from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
+from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.state.gather import (
+    PartialStateDict,
+    StageTensors,
+    share_over_replicas,
+)
+from lightning_gpipe.state.optimizers import adopt
+from lightning_gpipe.state.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Uncut:
+    """A module whose backbone waits for its first input, on every stage whole.
+
+    Args:
+        module: The user's module.
+        surroundings: Groups, settings and so on.
+        redirections: The forwards that the pipeline takes over.
+        backbone: Dotted name of the backbone.
+        body: The backbone.
+        layers: Its layers.
+        seed: Of the layers' random numbers; the same on every rank.
+    """
+
+    module: nn.Module
+    surroundings: Surroundings
+    redirections: Redirections
+    backbone: str
+    body: nn.Module
+    layers: tuple[nn.Module, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, module: nn.Module, around: Surroundings, redirections: Redirections) -> Uncut:
+        """Find the backbone of a module. Collective over all ranks.
+
+        Raises:
+            ValueError: If it can't become a pipeline, with what to change.
+        """
+        lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise ValueError(
+                f"{lazy[0]} has no shape yet: run one batch through the model before the Trainer"
+                " does."
+            )
+        chosen = around.settings.backbone
+        backbone = find_backbone(module, chosen, known_flops(module) if chosen is None else None)
+        body = module.get_submodule(backbone)
+        refuse_compiled(body, backbone)
+        layers = tuple(layers_of(body))
+        check_layers(len(layers), around.groups.stages, around.settings, backbone)
+        seed = around.groups.decide("seed", torch.initial_seed)
+        return cls(module, around, redirections, backbone, body, layers, seed)
+
+    def adopt_optimizers(self) -> None:
+        """Do nothing: the backbone is in host memory still, and so is the optimizers' state."""
+
+    def begin_step(self, *step: int) -> None:
+        """Do nothing: there is no engine yet."""
+
+    @contextmanager
+    def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:
+        """See :meth:`PipelinedModule.backward`. All stages compute the same."""
+        if self.surroundings.groups.replicas > 1:
+            raise RuntimeError(
+                "The first backward came before the first call of the backbone, when the module"
+                " isn't cut yet. Give GPipeStrategy(balance='params'), or a list of layers per"
+                " stage, to have it cut before the first step."
+            )
+        yield loss
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """All stages hold all."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's own."""
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's own."""
+        return optimizer.state_dict()
+
+    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """All of it."""
+        return state
+
+    def close(self, restore: bool) -> None:
+        """Bring what is outside the backbone back to host memory."""
+        outside_to(self.module, self.body, HOST)
+
+    def cut(self, sample: Any) -> Pipeline:
+        """Cut the module into stages. Collective over all ranks.
+
+        Args:
+            sample: The backbone's input, where the balance needs it.
+        """
+        # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
+        # the same
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            around, groups = self.surroundings, self.surroundings.groups
+            for layer in self.layers:
+                self.redirections.remove(layer)
+            run_layer = runner(self.body)
+            partition = groups.decide(
+                "partition",
+                lambda: decide_partition(
+                    self.layers, run_layer, groups.stages, around.settings, sample, around.warn
+                ),
+            )
+            self._tell(partition)
+            placement = Placement.of(self.module, self.backbone, partition, groups.stage)
+            tensors = StageTensors(placement, groups.pipeline, groups.device)
+            tensors.cut()
+            share_over_replicas([*placement.own, *placement.shared], groups)
+            adopt(around.optimizers(), placement, groups.device)
+            own = {i: self.layers[i] for i in partition.stages[groups.stage]}
+            for layer in self.layers:
+                if layer not in own.values():
+                    self.redirections.add(layer, not_alone)
+            return self._assembled(partition, tensors, own)
+
+    def _assembled(
+        self, partition: Partition, tensors: StageTensors, own: dict[int, nn.Module]
+    ) -> Pipeline:
+        around, groups, placement = self.surroundings, self.surroundings.groups, tensors.placement
+        settings, options = around.settings, around.data_parallel
+        deferred = settings.deferred_batch_norm
+        stage = Stage(own, runner(self.body), groups.device, deferred, groups.siblings)
+        partial = PartialStateDict(around.warn)
+        hooks: list[RemovableHandle] = []
+        if groups.stages > 1:
+            hooks.append(self.body.register_state_dict_post_hook(partial))
+        return Pipeline(
+            self.module,
+            self.body,
+            around,
+            partition,
+            tensors,
+            Engine(stage, groups, around.chunks, settings.checkpoint, self.seed),
+            DataParallel(placement.own, groups, options),
+            SharedParameters(
+                placement.replicated, placement.own, groups, options.broadcast_buffers
+            ),
+            ConsistencyCheck(placement.replicated, groups),
+            partial,
+            tuple(hooks),
+        )
+
+    def _tell(self, partition: Partition) -> None:
+        """Print the partition, and warn of what may surprise."""
+        around, groups = self.surroundings, self.surroundings.groups
+        outside = outside_share(self.module, self.body)
+        table = partition_table(
+            partition,
+            self.backbone,
+            self.layers,
+            around.devices,
+            around.chunks,
+            around.settings.checkpoint,
+            outside,
+            groups.replicas,
+        )
+        around.inform(f"\n{table}")  # a progress bar may stand on the line
+        for name, module in self.body.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                around.warn(
+                    f"'{self.backbone}.{name}' ({type(module).__name__}) has batch_first=False, but"
+                    " micro-batches are cut along dimension 0: it must be the batch, or the layer"
+                    " sees slices of time. Build it with batch_first=True."
+                )
+                break
+        if outside > OUTSIDE_LIMIT and groups.stages > 1:
+            around.warn(
+                f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
+                " Every stage holds and computes them: move what you can into the backbone, or"
+                " name another one with GPipeStrategy(backbone=...)."
+            )
