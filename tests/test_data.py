@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -71,6 +73,31 @@ class Recording(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def copies() -> None:
+    """Copy a loader, and a Trainer that holds it, in the middle of a run."""
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+            found = run.train_dataloader
+            for other in (
+                copy.copy(found),
+                copy.deepcopy(found),
+                pickle.loads(pickle.dumps(found)),
+            ):
+                assert type(other) is DataLoader
+                assert other.batch_size == 4
+
+    module = Recording()
+    loader = DataLoader(Augmented(), batch_size=4, num_workers=1)
+    trainer(devices=2, strategy=GPipeStrategy(2), max_steps=1, callbacks=[Copies()]).fit(
+        module, loader
+    )
+
+
+def test_a_loader_is_copied_without_its_pipeline() -> None:
+    run_ranks(copies, 2)
 
 
 def run_all(stages: int, stream: bool) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.cut import cut
-from lightning_gpipe.plan.report import expected_bubble
+from lightning_gpipe.plan.report import expected_bubble, human
 
 
 def brute_force(costs: list[float], stages: int) -> tuple[float, float]:
@@ -69,3 +69,20 @@ def test_partition() -> None:
     assert [partition.stage_of(i) for i in range(4)] == [0, 1, 1, 1]
     assert partition.shares == (0.5, 0.5)
     assert expected_bubble(partition, 4, "never") == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0 K"),
+        (999_949, "999.9 K"),
+        (999_999, "1.0 M"),
+        (25_600_000, "25.6 M"),
+        (999_999_999, "1.0 B"),
+        (7_000_000_000_000, "7000.0 B"),
+    ],
+)
+def test_counts_are_rounded_before_their_unit_is_chosen(count: int, text: str) -> None:
+    assert human(count) == text

@@ -17,7 +17,6 @@ from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.strategy import refusals
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
@@ -83,17 +82,22 @@ class Odd(Normalised):
         return DataLoader(TensorDataset(x, x), batch_size=6)
 
 
+class Synchronizing(GPipeStrategy):
+    """Takes the layers above for kernels."""
+
+    without_sync = frozenset()
+
+
 def fit(kind: str, stages: int, chunks: int, checkpoint: Any, steps: int = 4) -> Any:
     """Train with two replicas; with no stages plainly, on the samples of both."""
-    forward, refused = nn.SyncBatchNorm.forward, refusals.WITHOUT_SYNC
+    forward = nn.SyncBatchNorm.forward
     setattr(nn.SyncBatchNorm, forward.__name__, synchronized_forward)
-    refusals.WITHOUT_SYNC = set()
     try:
         L.seed_everything(3, verbose=False)
         module = globals()[kind]("sgd")  # AdamW enlarges the rounding of a zero gradient
         options: dict[str, Any] = {"devices": 1}
         if stages:
-            strategy = GPipeStrategy(chunks, stages=stages, checkpoint=checkpoint)
+            strategy = Synchronizing(chunks, stages=stages, checkpoint=checkpoint)
             options = {"devices": 2 * stages, "strategy": strategy, "sync_batchnorm": True}
         run = trainer(max_steps=steps, max_epochs=1, use_distributed_sampler=False, **options)
         run.fit(module)
@@ -101,7 +105,6 @@ def fit(kind: str, stages: int, chunks: int, checkpoint: Any, steps: int = 4) ->
         return module.state_dict()
     finally:
         setattr(nn.SyncBatchNorm, forward.__name__, forward)
-        refusals.WITHOUT_SYNC = refused
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

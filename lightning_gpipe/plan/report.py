@@ -83,18 +83,19 @@ def outside_share(module: nn.Module, backbone: nn.Module) -> float:
 
 def human(count: int) -> str:
     """A count as people write it: 950, 1.2 K, 25.6 M."""
-    value = float(count)
-    for unit in ("", " K", " M", " B"):
-        if value < 1000 or unit == " B":
-            return f"{value:.0f}" if unit == "" else f"{value:.1f}{unit}"
+    if count < 1000:
+        return str(count)
+    value, units = count / 1000, ["K", "M", "B"]
+    while round(value, 1) >= 1000 and len(units) > 1:
         value /= 1000
-    return str(count)
+        del units[0]
+    return f"{value:.1f} {units[0]}"
 
 
 def expected_bubble(partition: Partition, chunks: int, checkpoint: Checkpoint) -> float:
-    """Expected share of idle time, 0 to 1, if a backward takes twice the time of a forward."""
+    """Expected share of idle time, 0 to 1; see :data:`BACKWARD_RATIO`."""
     shares = partition.shares
     if not sum(shares):
         return 0.0
     schedule = fill_drain(len(partition.sizes), chunks, checkpoint)
-    return simulate(schedule, forward=shares, backward=[2 * share for share in shares]).bubble
+    return simulate(schedule, forward=shares).bubble

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from lightning_gpipe.schedule.actions import Action, Program, Schedule, invalid, kept_graphs
 
+#: Time of a backward, in forwards: one for the input's gradient, one for the weights'.
+BACKWARD_RATIO = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -43,7 +46,7 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     forward: Sequence[float] | float = 1.0,
-    backward: Sequence[float] | float = 1.0,
+    backward: Sequence[float] | float | None = None,
     recompute: Sequence[float] | float | None = None,
 ) -> Simulation:
     """Replay a schedule in simulated time.
@@ -51,24 +54,21 @@ def simulate(
     Args:
         schedule: The programs of all stages.
         forward: Time of one micro-batch's forward, for all stages or for each, any unit.
-        backward: The same for the backward.
+        backward: The same for the backward; ``None``: :data:`BACKWARD_RATIO` times the forward.
         recompute: The same for the recompute; ``None``: as long as the forward.
 
     Raises:
         ValueError: If the stages wait for each other for ever.
     """
     stages = len(schedule)
-    durations: dict[str, list[float]] = {}
-    for op, value in (
-        ("F", forward),
-        ("B", backward),
-        ("R", forward if recompute is None else recompute),
-    ):
-        durations[op] = (
-            [float(value)] * stages
-            if isinstance(value, (int, float))
-            else [float(v) for v in value]
-        )
+    forwards = _per_stage(forward, stages)
+    durations = {
+        "F": forwards,
+        "R": forwards if recompute is None else _per_stage(recompute, stages),
+        "B": [BACKWARD_RATIO * time for time in forwards]
+        if backward is None
+        else _per_stage(backward, stages),
+    }
     ends: dict[tuple[int, Action], float] = {}
     spans: list[Span] = []
     clock = [0.0] * stages
@@ -107,13 +107,17 @@ def simulate(
 
 def grid(schedule: Schedule) -> str:
     """Draw a schedule: a row a stage, a column a unit of time, every action taking one."""
-    spans = simulate(schedule).spans
+    spans = simulate(schedule, backward=1.0).spans
     width = max((len(repr(span.action)) for span in spans), default=2)
     columns = round(max((span.end for span in spans), default=0))
     rows = [[" " * width] * columns for _ in schedule]
     for span in spans:
         rows[span.stage][round(span.start)] = repr(span.action).ljust(width)
     return "\n".join(f"stage {k} | {' '.join(row)}".rstrip() for k, row in enumerate(rows))
+
+
+def _per_stage(value: Sequence[float] | float, stages: int) -> list[float]:
+    return [float(value)] * stages if isinstance(value, (int, float)) else list(map(float, value))
 
 
 def _peak(program: Program, recomputed: bool) -> int:

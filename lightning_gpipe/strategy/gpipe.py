@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -88,6 +88,8 @@ class GPipeStrategy(PipelineState):
     """
 
     strategy_name = "gpipe"
+    #: Types of devices for which PyTorch has no SyncBatchNorm.
+    without_sync: ClassVar = frozenset({"cpu"})
 
     def __init__(
         self,
@@ -157,7 +159,11 @@ class GPipeStrategy(PipelineState):
             )
         self.accelerator.setup(trainer)
         refusals.refuse_synchronized(
-            self.lightning_module, self._layer_sync, self.root_device, self.replicas
+            self.lightning_module,
+            self._layer_sync,
+            self.root_device,
+            self.replicas,
+            self.without_sync,
         )
         refusals.refuse_precision(self.precision_plugin)
         refusals.refuse_logging(self.lightning_module, trainer.loggers)

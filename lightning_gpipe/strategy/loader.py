@@ -21,7 +21,8 @@ class PipelineLoader:
     """Wraps a loader so that the first stage of a pipeline reads it for all.
 
     Everything else is the wrapped loader's: reads and writes of attributes go to it (Lightning sets
-    ``worker_init_fn`` and the sampler's epoch), and it has a length only if the loader has one.
+    ``worker_init_fn`` and the sampler's epoch), and it has a length only if the loader has one. A
+    copy of it, or what is pickled, is the wrapped loader: a copy has no pipeline to read for.
 
     Args:
         loader: Any iterable of batches.
@@ -60,6 +61,9 @@ class PipelineLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._loader,)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
@@ -91,6 +95,10 @@ class PipelineLoader:
             )
             raise
         control.broadcast("batch", ("end", None, [], _generators()), source=0)
+
+
+def _itself(loader: Iterable[Any]) -> Iterable[Any]:
+    return loader
 
 
 def _generators() -> tuple[Any, ...]:

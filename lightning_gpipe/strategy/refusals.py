@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -24,8 +24,6 @@ _OTHER_PRECISIONS = (
     TransformerEnginePrecision,
     XLAPrecision,
 )
-#: Devices for which PyTorch has no SyncBatchNorm.
-WITHOUT_SYNC = {"cpu"}
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
 _WHOLE_MODEL_OPTIMIZERS = {
     "LBFGS",
@@ -42,7 +40,11 @@ _WHOLE_MODEL_OPTIMIZERS = {
 
 
 def refuse_synchronized(
-    module: nn.Module, layer_sync: object | None, device: torch.device, replicas: int
+    module: nn.Module,
+    layer_sync: object | None,
+    device: torch.device,
+    replicas: int,
+    without_sync: Container[str],
 ) -> None:
     """Refuse batch norm over replicas where it can't work.
 
@@ -51,12 +53,13 @@ def refuse_synchronized(
         layer_sync: The Trainer's plugin that would synchronize its batch norm.
         device: Where the layers run.
         replicas: D.
+        without_sync: Types of devices for which PyTorch has no SyncBatchNorm.
 
     Raises:
         ValueError: With what to do instead.
     """
     own = any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
-    if device.type in WITHOUT_SYNC and (own or layer_sync is not None):
+    if device.type in without_sync and (own or layer_sync is not None):
         raise ValueError(
             "sync_batchnorm=True (or SyncBatchNorm) needs GPUs. Leave it out:"
             " deferred_batch_norm=True keeps the running statistics of a replica's whole"
