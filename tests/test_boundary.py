@@ -63,9 +63,9 @@ def exchange(seed: int) -> None:
         ]
         if rank == 0:
             for m, value in enumerate(call):
-                sender.send(m, tree(value), flags[m])
+                sender.send(m, tree(value), flags[m], training=True)
         else:
-            receiver.expect(range(len(call)))
+            receiver.expect(range(len(call)), training=True)
             for m, value in enumerate(call):
                 arrived, wants = receiver.take(m)
                 if wants != flags[m] or arrived.spec != tree(value).spec:
@@ -97,7 +97,7 @@ def test_everything_arrives_in_order(seed: int) -> None:
 def control() -> ObjectChannel:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     ranks = tuple(range(dist.get_world_size()))
-    return ObjectChannel(dist.get_rank(), ranks, group, group, torch.device("cpu"))
+    return ObjectChannel("stage", dist.get_rank(), ranks, torch.device("cpu"), (group, group))
 
 
 def messages() -> Any:
@@ -109,13 +109,15 @@ def messages() -> Any:
         "large": torch.arange(9000.0).view(90, 100).T,
         "text": "x" * 50_000,
     }
-    arrived = channel.broadcast("output", value if channel.stage == 1 else None, source=1)
+    arrived = channel.broadcast("output", value if channel.index == 1 else None, source=1)
     if arrived["small"] is not arrived["again"] or arrived["large"].stride() != (1, 100):
         raise AssertionError("the object came back changed")
-    if channel.stage == 0:
-        channel.send("state", value, to=2)
-    elif channel.stage == 2:
-        torch.testing.assert_close(channel.receive("state", source=0)["large"], value["large"])
+    if channel.index == 0:
+        channel.send("stage weights", value, to=2)
+    elif channel.index == 2:
+        torch.testing.assert_close(
+            channel.receive("stage weights", source=0)["large"], value["large"]
+        )
     return sorted(arrived), arrived["large"].sum().item(), len(arrived["text"])
 
 
@@ -128,7 +130,7 @@ def test_objects_are_broadcast_and_sent() -> None:
 
 def mismatch() -> None:
     channel = control()
-    channel.broadcast("batch" if channel.stage == 0 else "output", 1, source=0)
+    channel.broadcast("batch" if channel.index == 0 else "output", 1, source=0)
 
 
 def test_a_message_of_another_kind_is_an_error() -> None:

@@ -1,11 +1,16 @@
-"""The process groups of one rank: those of its pipeline, and of its stage's replicas."""
+"""The process groups of one rank: those of its pipeline, and of its stage's replicas.
+
+Made by hand rather than as a ``DeviceMesh``, which has one group per dimension: here each needs
+several, with backends of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,44 +26,82 @@ class Groups:
     """The process groups of one rank, and its place in its pipeline.
 
     Args:
-        stage: This rank's stage.
-        ranks: Global rank of every stage.
-        device: This rank's device.
-        host: gloo group for control messages and headers.
-        data: Group for what all stages exchange.
-        downs: Groups for activations. Two links of one stage use different ones where a backend
-            runs the messages of a group in order, so that no send waits for a later receive.
-        ups: The same for gradients.
-        through_host: Whether ``data``, ``downs`` and ``ups`` reach host memory only.
-        pipeline: The object channel between the stages.
-        siblings: The object channel over the replicas of this stage; its "stages" are the replicas.
+        pipeline: The object channel between the stages of this rank's pipeline.
+        siblings: The object channel between the replicas of this rank's stage.
+        activations: Groups that carry activations from stage to stage. Two links of one stage use
+            different ones where a backend runs the messages of a group in order, so that no send
+            waits for a later receive. Empty where there is one stage.
+        gradients: The same for gradients, from stage to stage the other way.
     """
 
-    stage: int
-    ranks: tuple[int, ...]
-    device: torch.device
-    host: dist.ProcessGroup
-    data: dist.ProcessGroup
-    downs: tuple[dist.ProcessGroup, ...]
-    ups: tuple[dist.ProcessGroup, ...]
-    through_host: bool
     pipeline: ObjectChannel
     siblings: ObjectChannel
+    activations: tuple[dist.ProcessGroup, ...]
+    gradients: tuple[dist.ProcessGroup, ...]
+
+    @classmethod
+    def connect(cls, stages: int, backend: str, device: torch.device, timeout: timedelta) -> Groups:
+        """Make this rank's groups. Collective over the world.
+
+        Args:
+            stages: K, by which the world's size is divisible: rank = replica · K + stage.
+            backend: Backend for the tensors.
+            device: This rank's device.
+            timeout: How long a rank waits for another before it gives up.
+        """
+        rank, world = dist.get_rank(), range(dist.get_world_size())
+        pipelines = [[*world[first : first + stages]] for first in world[::stages]]
+        siblings = [[*world[stage::stages]] for stage in range(stages)]
+        replica, stage = divmod(rank, stages)
+        through_host = backend == "gloo"
+
+        def make(partition: list[list[int]], kind: str) -> dist.ProcessGroup:
+            own, _ = dist.new_subgroups_by_enumeration(partition, timeout, kind)
+            return cast(dist.ProcessGroup, own)
+
+        def both(partition: list[list[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+            if len(partition[0]) == 1:
+                return None
+            host = make(partition, "gloo")
+            return host, host if through_host else make(partition, backend)
+
+        lanes = range(0 if stages == 1 else 1 if through_host else 2)
+        return cls(
+            ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines)),
+            ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings)),
+            tuple(make(pipelines, backend) for _ in lanes),
+            tuple(make(pipelines, backend) for _ in lanes),
+        )
 
     @property
-    def replicas(self) -> int:
-        """D."""
-        return len(self.siblings.ranks)
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.pipeline.device
 
     @property
-    def replica(self) -> int:
-        """This rank's pipeline."""
-        return self.siblings.stage
+    def ranks(self) -> tuple[int, ...]:
+        """Global rank of every stage."""
+        return self.pipeline.ranks
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.pipeline.index
 
     @property
     def stages(self) -> int:
         """K."""
         return len(self.ranks)
+
+    @property
+    def replica(self) -> int:
+        """This rank's pipeline."""
+        return self.siblings.index
+
+    @property
+    def replicas(self) -> int:
+        """D."""
+        return len(self.siblings.ranks)
 
     @property
     def is_first(self) -> bool:
@@ -73,8 +116,8 @@ class Groups:
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
         """All of them, once each."""
-        pipeline = self.host, self.data, *self.downs, *self.ups
-        return list(dict.fromkeys((*pipeline, self.siblings.host, self.siblings.data)))
+        channels = self.pipeline.groups or (), self.siblings.groups or ()
+        return list(dict.fromkeys((*channels[0], *channels[1], *self.activations, *self.gradients)))
 
     def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
         """Let rank 0 decide, and all ranks know. Collective over all pipelines.
@@ -85,16 +128,21 @@ class Groups:
 
     def close(self) -> None:
         """Destroy the groups, once every rank is through with them. Collective."""
-        self.pipeline.flush()
-        self.siblings.flush()
-        dist.barrier(self.host)
-        dist.barrier(self.siblings.host)
-        for group in self.all_groups:
+        self.pipeline.close()
+        self.siblings.close()
+        for group in (*self.activations, *self.gradients):
             dist.destroy_process_group(group)
 
     def channel(self, neighbour: int, lanes: tuple[dist.ProcessGroup, ...]) -> Channel | None:
-        """The channel to a neighbouring stage over ``downs`` or ``ups``, if there is one."""
+        """The channel to a neighbouring stage, if there is one.
+
+        Args:
+            neighbour: The stage before or after this one.
+            lanes: ``activations`` or ``gradients``.
+        """
         if not 0 <= neighbour < self.stages:
             return None
-        data = lanes[min(self.stage, neighbour) % len(lanes)]
-        return Channel(self.ranks[neighbour], self.host, data, self.device, self.through_host)
+        pipeline, lane = self.pipeline, lanes[min(self.stage, neighbour) % len(lanes)]
+        return Channel(
+            self.ranks[neighbour], pipeline.host, lane, self.device, pipeline.through_host
+        )

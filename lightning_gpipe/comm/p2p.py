@@ -3,7 +3,11 @@
 A boundary is a pytree. For every micro-batch a link sends a small *header*, always on the host, and
 then the tensors' bytes; small tensors on the host travel in the header. The header says "as the
 last time in this place", or announces a new *signature*: tree, shapes, strides, types. So nothing
-assumes equal micro-batches or steps.
+assumes equal micro-batches or steps. A place is a micro-batch of a training or of an evaluating
+call, since these alternate, and what crosses in them differs.
+
+Tensors on the device travel over the data group, tensors in host memory over the headers' group:
+they stay there, because some layers want them there, as ``pack_padded_sequence`` its lengths.
 
 Receives are posted ahead. A receive needs its size, so the tensors of a micro-batch are received
 ahead only where the signature was the same the last two times. Both ends know that: when it changes
@@ -26,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.signature import Signature, TensorType
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
 
-_PLACE_AND_SIGNATURE_LENGTH = struct.Struct("<qq")
+_PLACE_AND_LENGTH = struct.Struct("<qqq")  # training, micro-batch, bytes of a new signature
 _INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
-_HEADER, _BESIDE, _DATA = 1, 2, 3  # message tags, as far as the backend knows tags
+_HEADER, _BESIDE, _DATA, _HOST = range(1, 5)  # message tags, as far as the backend knows tags
 _AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts all
 # Micro-batches that a sender leaves under way before it waits for the oldest: gloo tells of a
 # finished send only to who waits for it. The receiver has posted its receives by then unless it is
@@ -40,9 +45,12 @@ _AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts 
 _IN_FLIGHT = _AHEAD + 1
 
 
+_Place: TypeAlias = tuple[bool, int]  # whether the call trains, and the micro-batch
+
+
 @dataclass(slots=True)
 class _Memory:
-    """What both ends of a link remember of one place in the order of micro-batches.
+    """What both ends of a link remember of one place.
 
     Args:
         signature: The last one.
@@ -60,12 +68,12 @@ class _Memory:
         """What the receiver has posted ahead."""
         return self.signature.tensor_types if self.signature is not None and self.stable else ()
 
-    def update(self, signature: Signature, through_host: bool) -> None:
+    def update(self, signature: Signature, channel: Channel) -> None:
         """Remember what was sent; a signature that didn't change is the same object."""
         stable = signature is self.signature
         if stable != self.stable:
-            sizes = tuple(kind.nbytes for kind in signature.tensor_types)
-            self.inline = sizes if stable and through_host and 0 < sum(sizes) <= _INLINE else ()
+            sizes = tuple(k.nbytes for k in signature.tensor_types if channel.is_in_host(k))
+            self.inline = sizes if stable and 0 < sum(sizes) <= _INLINE else ()
         self.signature, self.stable = signature, stable
 
 
@@ -75,11 +83,11 @@ class Channel:
 
     Args:
         peer: Global rank of the other end.
-        headers: A gloo group for headers.
-        data: The group for the tensors' bytes; of this direction alone, so that neither direction
-            can block the other.
-        device: Where the tensors live.
-        through_host: Whether the bytes go through host memory, because ``data`` reaches no other.
+        headers: A gloo group for headers and for tensors in host memory.
+        data: The group for the bytes of tensors on the device; of this direction alone, so that
+            neither direction can block the other.
+        device: This rank's device.
+        through_host: Whether ``data`` reaches host memory only.
     """
 
     peer: int
@@ -88,10 +96,15 @@ class Channel:
     device: torch.device
     through_host: bool
 
-    @property
-    def wire_device(self) -> torch.device:
-        """Where the bytes are sent from and received to."""
-        return torch.device("cpu") if self.through_host else self.device
+    def is_in_host(self, kind: TensorType) -> bool:
+        """Whether a tensor's bytes travel through host memory."""
+        return self.through_host or kind.device_type != self.device.type
+
+    def lane(self, kind: TensorType) -> tuple[torch.device, dist.ProcessGroup, int]:
+        """From and to where a tensor's bytes travel, over which group, with which tag."""
+        if kind.device_type != self.device.type:
+            return torch.device("cpu"), self.headers, _HOST
+        return torch.device("cpu") if self.through_host else self.device, self.data, _DATA
 
 
 _Pending: TypeAlias = tuple[Tensor, dist.Work | None]  # None: nothing to wait for
@@ -102,43 +115,48 @@ class Sender:
     """The sending end of a link."""
 
     channel: Channel
-    _memory: dict[int, _Memory] = field(default_factory=dict)
+    _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _sent: int = 0
     _pending: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
 
-    def send(self, place: int, tree: Tree, requires_grad: Sequence[bool]) -> None:
+    def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
         """Send a boundary, without waiting for it to arrive.
 
         Args:
-            place: The micro-batch.
+            m: The micro-batch.
             tree: The boundary; its memory must not be changed afterwards.
             requires_grad: For each leaf whether the other end returns a gradient for it.
+            training: Whether the call trains; the receiver expects the same.
         """
         self._sent += 1
         while self._pending and self._pending[0][0] <= self._sent - _IN_FLIGHT:
             self._pending.popleft()[2].wait()
-        memory, wire = self._memory.setdefault(place, _Memory()), self.channel.wire_device
+        memory, channel = self._memory.setdefault((training, m), _Memory()), self.channel
         signature = memory.signature
         changed = signature is None or not signature.matches(tree, requires_grad)
         if signature is None or changed:
             signature = Signature.of(tree, requires_grad)
         blob = pickle.dumps(signature) if changed else b""
-        header = _from_buffer(_PLACE_AND_SIGNATURE_LENGTH.pack(place, len(blob)))
-        data = [strides.to_bytes(tensor).to(wire) for tensor in tree.tensors()]
-        if changed:
-            posted = [
-                torch.zeros(kind.nbytes, dtype=torch.uint8, device=wire) for kind in memory.expected
-            ]
-            self._post_tensors(header, posted, memory)
-            self._post(_from_buffer(blob), self.channel.headers, _BESIDE)
-            if memory.stable:
-                for part in data:
-                    self._post(part.cpu(), self.channel.headers, _BESIDE)
-            else:
-                self._post_data(data)
-        else:
+        header = from_buffer(_PLACE_AND_LENGTH.pack(training, m, len(blob)))
+        data = [
+            strides.to_bytes(tensor).to(channel.lane(kind)[0])
+            for kind, tensor in zip(signature.tensor_types, tree.tensors(), strict=True)
+        ]
+        if not changed:
             self._post_tensors(header, data, memory)
-        memory.update(signature, self.channel.through_host)
+        else:
+            nothing = [
+                torch.zeros(kind.nbytes, dtype=torch.uint8, device=channel.lane(kind)[0])
+                for kind in memory.expected
+            ]
+            self._post_tensors(header, nothing, memory)
+            self._post(from_buffer(blob), channel.headers, _BESIDE)
+            for kind, part in zip(signature.tensor_types, data, strict=True):
+                if memory.stable:
+                    self._post(part.cpu(), channel.headers, _BESIDE)
+                else:
+                    self._post(part, *channel.lane(kind)[1:])
+        memory.update(signature, channel)
 
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""
@@ -146,15 +164,16 @@ class Sender:
             self._pending.popleft()[2].wait()
 
     def _post_tensors(self, header: Tensor, data: Sequence[Tensor], memory: _Memory) -> None:
+        """Send what the receiver has posted, or posts when it knows that nothing has changed."""
+        kinds = memory.signature.tensor_types if memory.signature is not None and data else ()
+        pairs = list(zip(kinds, data, strict=True))
         if memory.inline:
-            self._post(torch.cat([header, *data]), self.channel.headers, _HEADER)
-        else:
-            self._post(header, self.channel.headers, _HEADER)
-            self._post_data(data)
-
-    def _post_data(self, data: Iterable[Tensor]) -> None:
-        for part in data:
-            self._post(part, self.channel.data, _DATA)
+            inline = [part for kind, part in pairs if self.channel.is_in_host(kind)]
+            pairs = [pair for pair in pairs if not self.channel.is_in_host(pair[0])]
+            header = torch.cat([header, *inline])
+        self._post(header, self.channel.headers, _HEADER)
+        for kind, part in pairs:
+            self._post(part, *self.channel.lane(kind)[1:])
 
     def _post(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> None:
         if data.numel():
@@ -165,9 +184,17 @@ class Sender:
 
 @dataclass(slots=True)
 class _Slot:
-    """A receive that is under way."""
+    """A receive that is under way.
 
-    place: int
+    Args:
+        place: What comes.
+        memory: What is remembered of that place.
+        header: Its header, and the tensors that travel in it.
+        header_work: Its receive.
+        data: Its tensors' receives, once posted.
+    """
+
+    place: _Place
     memory: _Memory
     header: Tensor
     header_work: dist.Work | None
@@ -179,24 +206,25 @@ class Receiver:
     """The receiving end of a link."""
 
     channel: Channel
-    _memory: dict[int, _Memory] = field(default_factory=dict)
-    _order: deque[int] = field(default_factory=deque)
+    _memory: dict[_Place, _Memory] = field(default_factory=dict)
+    _order: deque[_Place] = field(default_factory=deque)
     _slots: deque[_Slot] = field(default_factory=deque)
 
-    def expect(self, order: Iterable[int]) -> None:
+    def expect(self, order: Iterable[int], training: bool) -> None:
         """Announce which micro-batches come next, and post the first receives.
 
         Args:
             order: The micro-batches, in the order in which the other end sends them.
+            training: Whether the call trains.
         """
-        self._order.extend(order)
+        self._order.extend((training, m) for m in order)
         self._post_ahead()
 
-    def take(self, place: int) -> tuple[Tree, list[bool]]:
+    def take(self, m: int) -> tuple[Tree, list[bool]]:
         """Wait for the next boundary.
 
         Args:
-            place: The micro-batch that must come next.
+            m: The micro-batch that must come next.
 
         Returns:
             The boundary, in memory of its own, and for each leaf whether it wants a gradient.
@@ -207,24 +235,23 @@ class Receiver:
         """
         slot = self._slots[0]
         _wait(slot.header_work)
-        arrived, blob_length = (
-            slot.header[: _PLACE_AND_SIGNATURE_LENGTH.size].view(torch.int64).tolist()
-        )
-        if arrived != place or slot.place != place:
+        head = slot.header[: _PLACE_AND_LENGTH.size].numpy().tobytes()
+        training, arrived, blob_length = _PLACE_AND_LENGTH.unpack(head)
+        if slot.place != (training, arrived) or arrived != m:
             raise RuntimeError(
-                f"Expected micro-batch {place} from rank {self.channel.peer}, but got {arrived}:"
-                " the two stages do not run the same step. Call the backbone on every rank alike,"
-                " never under `if rank == 0`."
+                f"Expected micro-batch {m} from rank {self.channel.peer}, but got {arrived}"
+                f"{'' if training == slot.place[0] else ' of another mode'}: the two stages do not"
+                " run the same step. Call the backbone on every rank alike, never under"
+                " `if rank == 0`."
             )
-        memory = slot.memory
-        signature = memory.signature
+        signature = slot.memory.signature
         if blob_length:
             blob, work = self._post_beside(blob_length)
             _wait(work)
             signature = pickle.loads(blob.numpy().tobytes())
         if signature is None:
             raise RuntimeError(
-                f"Rank {self.channel.peer} sent micro-batch {place} without a signature."
+                f"Rank {self.channel.peer} sent micro-batch {m} without a signature."
             )
         if slot.data is None:
             slot.data = [self._post_data(kind) for kind in signature.tensor_types]
@@ -232,55 +259,58 @@ class Receiver:
             for _, work in slot.data:
                 _wait(work)
             slot.data = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
-        memory.update(signature, self.channel.through_host)
+        slot.memory.update(signature, self.channel)
         self._slots.popleft()
         self._post_ahead()
-        tensors = []
-        for kind, (data, work) in zip(signature.tensor_types, slot.data, strict=True):
-            _wait(work)
-            if data.storage_offset():  # a part of a header: memory of its own, and aligned
-                data = data.clone()
-            tensors.append(
-                strides.from_bytes(
-                    data.to(self.channel.device), kind.shape, kind.stride, kind.dtype
-                )
-            )
+        pairs = zip(signature.tensor_types, slot.data, strict=True)
+        tensors = [self._tensor(kind, pending) for kind, pending in pairs]
         return signature.fill(tensors), list(signature.requires_grad)
+
+    def _tensor(self, kind: TensorType, pending: _Pending) -> Tensor:
+        """Wait for a tensor's bytes, and bring them where they belong."""
+        data, work = pending
+        _wait(work)
+        if kind.device_type == self.channel.device.type:
+            data = data.to(self.channel.device)
+        if data.storage_offset():  # a part of a header: memory of its own, and aligned
+            data = data.clone()
+        return strides.from_bytes(data, kind.shape, kind.stride, kind.dtype)
 
     def _post_ahead(self) -> None:
         while self._order:
             memory = self._memory.setdefault(self._order[0], _Memory())
             if len(self._slots) >= _AHEAD and not memory.inline:
                 break
-            place = self._order.popleft()
-            sizes = (_PLACE_AND_SIGNATURE_LENGTH.size, *memory.inline)
-            header = torch.empty(sum(sizes), dtype=torch.uint8)
+            header = host_buffer(_PLACE_AND_LENGTH.size + sum(memory.inline))
             work = dist.irecv(header, self.channel.peer, self.channel.headers, _HEADER)
-            inline: list[_Pending] | None = None
-            if memory.inline:
-                inline = [(part, None) for part in header.split(sizes)[1:]]
-            self._slots.append(_Slot(place, memory, header, work, inline))
+            self._slots.append(_Slot(self._order.popleft(), memory, header, work))
         for slot in self._slots:
             if slot.data is None:
                 if not slot.memory.stable:
                     break  # tensors arrive in order: the next ones can't be posted before these
-                slot.data = [self._post_data(kind) for kind in slot.memory.expected]
+                slot.data = self._post_expected(slot)
+
+    def _post_expected(self, slot: _Slot) -> list[_Pending]:
+        """Post the receives of what doesn't travel in the header."""
+        sizes = (_PLACE_AND_LENGTH.size, *slot.memory.inline)
+        inline = iter(slot.header.split(sizes)[1:] if slot.memory.inline else ())
+        return [
+            (next(inline), None)
+            if slot.memory.inline and self.channel.is_in_host(kind)
+            else self._post_data(kind)
+            for kind in slot.memory.expected
+        ]
 
     def _post_data(self, kind: TensorType) -> _Pending:
-        data = torch.empty(kind.nbytes, dtype=torch.uint8, device=self.channel.wire_device)
-        return data, dist.irecv(
-            data, self.channel.peer, self.channel.data, _DATA
-        ) if data.numel() else None
+        wire, group, tag = self.channel.lane(kind)
+        data = torch.empty(kind.nbytes, dtype=torch.uint8, device=wire)
+        return data, dist.irecv(data, self.channel.peer, group, tag) if kind.nbytes else None
 
     def _post_beside(self, nbytes: int) -> _Pending:
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = host_buffer(nbytes)
         return data, dist.irecv(
             data, self.channel.peer, self.channel.headers, _BESIDE
         ) if nbytes else None
-
-
-def _from_buffer(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -15,11 +15,15 @@ from lightning_gpipe.tensors.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Everything about a tensor but its values, and its length in bytes on the wire."""
+    """Everything about a tensor but its values, and its length in bytes on the wire.
+
+    The device's type alone is kept: a tensor arrives on the receiver's device, or in host memory.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device_type: str
     requires_grad: bool
     nbytes: int
 
@@ -27,7 +31,8 @@ class TensorType:
     def of(cls, tensor: Tensor, requires_grad: bool) -> TensorType:
         """The type of a tensor, and whether the other end returns a gradient for it."""
         shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
-        return cls(shape, stride, dtype, requires_grad, strides.byte_count(shape, stride, dtype))
+        nbytes = strides.byte_count(shape, stride, dtype)
+        return cls(shape, stride, dtype, tensor.device.type, requires_grad, nbytes)
 
     def matches(self, leaf: Any, requires_grad: bool) -> bool:
         """Whether a leaf has this type."""
@@ -36,6 +41,7 @@ class TensorType:
             and leaf.shape == self.shape
             and leaf.stride() == self.stride
             and leaf.dtype == self.dtype
+            and leaf.device.type == self.device_type
             and requires_grad == self.requires_grad
         )
 

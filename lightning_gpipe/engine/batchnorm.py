@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -87,15 +86,14 @@ class DeferredBatchNorm:
             isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self._layers
         ):
             return
-        all_sizes: list[Any] = [None] * len(across.ranks)
-        dist.all_gather_object(all_sizes, list(sizes), across.host)
+        all_sizes = across.gather(list(sizes))
         counts = [len(found) for found in all_sizes]
         if len(set(counts)) > 1:
             raise RuntimeError(
                 f"Replicas have {counts} micro-batches, and SyncBatchNorm needs the same number on"
                 " all: leave out small batches with DataLoader(drop_last=True)."
             )
-        self._shares = [sum(m) / m[across.stage] for m in zip(*all_sizes, strict=True)]
+        self._shares = [sum(m) / m[across.index] for m in zip(*all_sizes, strict=True)]
 
     @contextmanager
     def micro_batch(self, recompute: bool) -> Iterator[None]:

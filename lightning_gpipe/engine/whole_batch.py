@@ -100,10 +100,13 @@ class Engine:
         self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
         before, after = groups.stage - 1, groups.stage + 1
         down_in, down_out = (
-            groups.channel(before, groups.downs),
-            groups.channel(after, groups.downs),
+            groups.channel(before, groups.activations),
+            groups.channel(after, groups.activations),
         )
-        up_in, up_out = groups.channel(after, groups.ups), groups.channel(before, groups.ups)
+        up_in, up_out = (
+            groups.channel(after, groups.gradients),
+            groups.channel(before, groups.gradients),
+        )
         self._activations_in = Receiver(down_in) if down_in else None
         self._activations_out = Sender(down_out) if down_out else None
         self._gradients_in = Receiver(up_in) if up_in else None
@@ -186,7 +189,7 @@ class Engine:
         ]
         micro_batches = call.split.scatter(batch.detached()) if self.groups.is_first else []
         if self._activations_in is not None:
-            self._activations_in.expect(m for _, m in forwards)
+            self._activations_in.expect((m for _, m in forwards), torch.is_grad_enabled())
         outputs: list[Tree] = []
         kept = kept_graphs(call.program)
         for _, m in forwards:
@@ -197,7 +200,9 @@ class Engine:
             output, record = self.stage.forward(m, inputs, flags, m in kept, call.setting)
             call.micro_batches[m] = record
             if self._activations_out is not None:
-                self._activations_out.send(m, output, record.output_requires_grad)
+                self._activations_out.send(
+                    m, output, record.output_requires_grad, torch.is_grad_enabled()
+                )
             else:
                 outputs.append(output)
         return outputs
@@ -327,9 +332,8 @@ class Engine:
         rows = self._output_gradients(call)
         actions = [action for action in call.program if action.op != "F"]
         if self._gradients_in is not None:
-            self._gradients_in.expect(
-                m for op, m in actions if op == "B" and call.micro_batches[m].needs_backward
-            )
+            wanted = (m for op, m in actions if op == "B" and call.micro_batches[m].needs_backward)
+            self._gradients_in.expect(wanted, training=True)
         input_gradients: dict[int, list[Tensor | None]] = {}
         with self.stage.random_state(), torch.autograd.profiler.record_function("gpipe_backward"):
             for action in actions:
@@ -356,9 +360,9 @@ class Engine:
         call.output_gradients = None
         if self._chained and self.groups.stages > 1:
             if self.groups.is_first:
-                self.control.send("chain", gradients, to=self.groups.stages - 1)
+                self.control.send("chained gradients", gradients, to=self.groups.stages - 1)
             elif self.groups.is_last:
-                for i, part in enumerate(self.control.receive("chain", source=0)):
+                for i, part in enumerate(self.control.receive("chained gradients", source=0)):
                     own = gradients[i]
                     gradients[i] = part if own is None else own if part is None else own + part
         self._chained = True
@@ -400,7 +404,8 @@ class Engine:
         if not any(record.input_requires_grad):
             return
         if self._gradients_out is not None:
-            self._gradients_out.send(m, Tree.of(upstream, "A gradient"), [False] * len(upstream))
+            tree = Tree.of(upstream, "A gradient")
+            self._gradients_out.send(m, tree, [False] * len(upstream), training=True)
         else:
             input_gradients[m] = upstream
 

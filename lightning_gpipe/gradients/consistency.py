@@ -74,8 +74,7 @@ class ConsistencyCheck:
     def _ends(self, marks: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and the highest of every number on all stages."""
         both = torch.stack([-marks, marks])
-        both = both.cpu() if self._groups.through_host else both
-        dist.all_reduce(both, dist.ReduceOp.MAX, self._groups.data)
+        both = self._groups.pipeline.all_reduce(both, dist.ReduceOp.MAX)
         return -both[0], both[1]
 
 

@@ -114,8 +114,9 @@ class DataParallel:
         self._is_expected = False
         for hook in self._hooks:
             hook.remove()
-        used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.uint8)
-        dist.all_reduce(used, dist.ReduceOp.MAX, self._groups.siblings.host)
+        own = [p in self._used for p in self._parameters]
+        used = torch.tensor(own, dtype=torch.uint8, device="cpu")
+        used = self._groups.siblings.all_reduce(used, dist.ReduceOp.MAX)
         for parameter, anywhere in zip(self._parameters, used.tolist(), strict=True):
             if not anywhere:
                 parameter.grad = None
@@ -184,10 +185,3 @@ def refuse_sparse(parameter: Tensor) -> None:
             f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which can't be"
             " summed over processes: build its nn.Embedding with sparse=False."
         )
-
-
-def average_over_replicas(wire: Tensor, groups: Groups) -> None:
-    """Average a tensor in place. Collective over the replicas of a stage."""
-    if groups.replicas > 1:
-        dist.all_reduce(wire, dist.ReduceOp.SUM, groups.siblings.data)
-        wire.div_(groups.replicas)

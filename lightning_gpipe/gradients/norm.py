@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
@@ -40,11 +39,7 @@ def gradient_norm(
     for i, parameter in enumerate(parameters):
         if parameter.grad is not None and (owner(parameter) or 0) == groups.stage:
             norms[i] = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
-    if groups.stages > 1:
-        wire = norms.cpu() if groups.through_host else norms
-        dist.all_reduce(wire, dist.ReduceOp.SUM, groups.data)
-        norms = wire.to(groups.device)
-    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    total: Tensor = torch.linalg.vector_norm(groups.pipeline.all_reduce(norms), norm_type)
     return total
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.gradients.data_parallel import average_over_replicas, refuse_sparse
+from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.gradients.data_parallel import refuse_sparse
 from lightning_gpipe.model.parameters import Slot
 
 
@@ -39,13 +40,13 @@ class SharedParameters:
         self._shared = [slot for slot in buffers if not slot.is_outside]
         self._versions = [slot.tensor._version for slot in self._shared]
         self._groups = groups
-        #: buffers, the group over which they become equal, and the rank whose values they get
-        self._broadcasts: list[tuple[list[Slot], dist.ProcessGroup, int]] = []
+        #: buffers, and among whom they become equal
+        self._broadcasts: list[tuple[list[Slot], ObjectChannel]] = []
         if groups.stages > 1:
-            self._broadcasts.append((self._outside, groups.data, groups.ranks[0]))
+            self._broadcasts.append((self._outside, groups.pipeline))
         if groups.replicas > 1 and broadcast_buffers:
             held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
-            self._broadcasts.append((held, groups.siblings.data, groups.siblings.ranks[0]))
+            self._broadcasts.append((held, groups.siblings))
         self._summed: dict[nn.Parameter, Tensor] = {}
 
     def before_backward(self) -> None:
@@ -66,18 +67,17 @@ class SharedParameters:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
-        for slots, group, source in self._broadcasts:
+        for slots, channel in self._broadcasts:
             buffers = [slot.tensor for slot in slots if slot.tensor.is_floating_point()]
             for dtype in dict.fromkeys(b.dtype for b in buffers):
-                self._broadcast([b for b in buffers if b.dtype == dtype], group, source)
+                self._broadcast([b for b in buffers if b.dtype == dtype], channel)
 
     def _synchronize_gradients(self) -> None:
         groups = self._groups
-        news = torch.tensor([*(p.grad is not None for p in self._parameters), *self._moved()])
-        news = news.to(torch.uint8)
-        dist.all_reduce(news, dist.ReduceOp.MAX, groups.host)
-        if groups.replicas > 1:
-            dist.all_reduce(news, dist.ReduceOp.MAX, groups.siblings.host)
+        own = [*(p.grad is not None for p in self._parameters), *self._moved()]
+        news = torch.tensor(own, dtype=torch.uint8, device="cpu")
+        for channel in (groups.pipeline, groups.siblings):
+            news = channel.all_reduce(news, dist.ReduceOp.MAX)
         anywhere = news.bool().tolist()
         moved = anywhere[len(self._parameters) :]
         if any(moved):
@@ -103,21 +103,21 @@ class SharedParameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = self._to_wire(gradients)
-        if self._groups.stages > 1:
-            dist.all_reduce(flat, dist.ReduceOp.SUM, self._groups.data)
-        average_over_replicas(flat, self._groups)
-        self._from_wire(flat, gradients)
+        flat = self._groups.pipeline.all_reduce(_flat(gradients))
+        flat = self._groups.siblings.all_reduce(flat)
+        if self._groups.replicas > 1:
+            flat.div_(self._groups.replicas)
+        _fill(gradients, flat)
 
-    def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
-        flat = self._to_wire(buffers)
-        dist.broadcast(flat, source, group)
-        self._from_wire(flat, buffers)
+    @staticmethod
+    def _broadcast(buffers: list[Tensor], channel: ObjectChannel) -> None:
+        _fill(buffers, channel.broadcast_tensor(_flat(buffers)))
 
-    def _to_wire(self, tensors: list[Tensor]) -> Tensor:
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        return flat.cpu() if self._groups.through_host else flat
 
-    def _from_wire(self, flat: Tensor, tensors: list[Tensor]) -> None:
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _fill(tensors: list[Tensor], flat: Tensor) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -57,7 +57,7 @@ class PipelinedModule:
         body = self._state.body
         share_outside(self.module, body, self._groups, self._groups.device)
         is_whole = self._groups.decide(
-            "state", lambda: not any(p.is_meta for p in body.parameters())
+            "completeness", lambda: not any(p.is_meta for p in body.parameters())
         )
         if not is_whole:
             raise RuntimeError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.comm.messages import Kind, ObjectChannel
 from lightning_gpipe.model.parameters import Slot, outside_tensors, outside_to
 from lightning_gpipe.state.placement import Placement
 
@@ -54,13 +54,14 @@ class StageTensors:
     @torch.no_grad()
     def restore(self) -> None:
         """Bring the whole module to the host memory of every rank. Collective."""
+        host, channel = torch.device("cpu"), self.channel
         for slot in self.placement.slots:
-            slot.to(torch.device("cpu"))
-        for slot in self.placement.slots:
-            if slot.owner is not None:
-                value = self.channel.broadcast("state", slot.tensor.data, source=slot.owner)
+            if slot.owner is not None:  # one by one from the device: there is room for one more
+                values = channel.broadcast("restored weights", slot.tensor.data, source=slot.owner)
+                channel.flush()
                 if not self.placement.is_here(slot.owner):
-                    slot.replace(value)
+                    slot.replace(values.to(host))
+            slot.to(host)
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """Make the module's state dict whole. Collective.
@@ -79,7 +80,7 @@ class StageTensors:
             if owner:
                 name = first_name.get(key, key)
                 if name not in gathered:
-                    gathered[name] = to_first_stage(self.channel, owner, value)
+                    gathered[name] = to_first_stage(self.channel, "state dict", owner, value)
                 state[key] = gathered[name]
         return state
 
@@ -90,14 +91,18 @@ class StageTensors:
         """
         slots, channel = self.placement.slots, self.channel
         shared = self.placement.shared
-        values = channel.broadcast("state", [slot.tensor.data for slot in shared], source=0)
+        own = [slot.tensor.data for slot in shared]
+        values = channel.broadcast("shared weights", own, source=0)
         for slot, value in zip(shared, values, strict=True):
             _set(slot, value)
         for slot in slots:
-            if slot.owner and channel.stage == 0:
-                channel.send("state", slot.tensor.data, to=slot.owner)
+            if slot.owner and channel.index == 0:
+                value = slot.tensor.data
+                if not channel.through_host:
+                    value = value.to(self.device)
+                channel.send("stage weights", value, to=slot.owner)
             elif slot.owner and self.placement.is_here(slot.owner):
-                _set(slot, channel.receive("state", source=0))
+                _set(slot, channel.receive("stage weights", source=0))
 
 
 class PartialStateDict:
@@ -147,7 +152,7 @@ def share_outside(
     outside_to(module, backbone, device)
     with torch.no_grad():
         tensors = list(outside_tensors(module, backbone).values())
-        values = groups.decide("state", lambda: [tensor.data for tensor in tensors])
+        values = groups.decide("outside weights", lambda: [tensor.data for tensor in tensors])
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
@@ -167,7 +172,7 @@ def share_over_replicas(slots: Sequence[Slot], groups: Groups) -> None:
     with torch.no_grad():
         for slot in slots:
             own = slot.tensor.data
-            first = groups.siblings.broadcast("state", (slot.names, own), source=0)
+            first = groups.siblings.broadcast("replica weights", (slot.names, own), source=0)
             if first[0] != slot.names or first[1].shape != own.shape or first[1].dtype != own.dtype:
                 raise RuntimeError(
                     f"{slot.names[0]} of shape {tuple(own.shape)} on replica {groups.replica} is"
@@ -178,15 +183,15 @@ def share_over_replicas(slots: Sequence[Slot], groups: Groups) -> None:
     groups.siblings.flush()
 
 
-def to_first_stage(channel: ObjectChannel, owner: int, value: Any) -> Any:
+def to_first_stage(channel: ObjectChannel, kind: Kind, owner: int, value: Any) -> Any:
     """Move a value from a stage to the first one's host memory; others keep theirs.
 
     Collective over the first stage and the one that holds the value.
     """
-    if channel.stage == owner:
-        channel.send("state", _to_host(value), to=0)
-    elif channel.stage == 0:
-        return channel.receive("state", source=owner)
+    if channel.index == owner:
+        channel.send(kind, value, to=0)
+    elif channel.index == 0:
+        return channel.receive(kind, source=owner, device=torch.device("cpu"))
     return value
 
 
@@ -195,13 +200,3 @@ def _set(slot: Slot, value: Tensor) -> None:
         slot.replace(value)
     else:
         slot.tensor.copy_(value)
-
-
-def _to_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _to_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_host, value))
-    return value

@@ -27,8 +27,8 @@ def gather_optimizer(
     own = {i: s for i, s in state["state"].items() if placement.is_here(owners[i])}
     for stage in range(1, len(channel.ranks)):
         part = {i: s for i, s in own.items() if owners[i] == stage}
-        theirs = to_first_stage(channel, stage, part)
-        if channel.stage == 0:
+        theirs = to_first_stage(channel, "optimizer state", stage, part)
+        if channel.index == 0:
             own.update(theirs)
     state["state"] = dict(sorted(own.items()))
     return state

@@ -169,7 +169,8 @@ class GPipeStrategy(PipelineState):
         refusals.refuse_logging(self.lightning_module, trainer.loggers)
         refusals.refuse_callbacks(self._callbacks)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self._synchronize_batch_norm(self.lightning_module, self._groups.siblings.data)
+        if self.replicas > 1:
+            self._synchronize_batch_norm(self.lightning_module, self._groups.siblings.data)
         fitting = trainer.state.fn == TrainerFn.FITTING
         surroundings = Surroundings(
             self._settings,

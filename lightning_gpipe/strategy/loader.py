@@ -38,7 +38,7 @@ class PipelineLoader:
     def __iter__(self) -> Iterator[Any]:
         """Iterate. Collective over the pipeline, and so is every ``next``."""
         control = self._control
-        if control.stage == 0:
+        if control.index == 0:
             yield from self._read(control)
             return
         seen = self._seen

@@ -20,7 +20,8 @@ def over_replicas(groups: Groups) -> Iterator[None]:
     Args:
         groups: The process groups.
     """
-    original, group, replicas = Metric.sync, groups.siblings.data, groups.replicas
+    original, replicas = Metric.sync, groups.replicas
+    group = groups.siblings.data if replicas > 1 else None
 
     def sync(
         self: Metric,

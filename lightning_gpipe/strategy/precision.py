@@ -97,7 +97,6 @@ def _unscale(
     A stage without gradients has no say, but steps and scales as the others do.
     """
     found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
-    anywhere = torch.stack([flag.cpu() for flag in (*found.values(), torch.zeros(()))]).max()
-    if groups.stages > 1:
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, groups.host)
-    return {groups.device: anywhere.to(groups.device)}
+    flags = [flag.to(groups.device) for flag in found.values()]
+    anywhere = torch.stack([*flags, torch.zeros((), device=groups.device)]).max()
+    return {groups.device: groups.pipeline.all_reduce(anywhere, dist.ReduceOp.MAX)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.failure.verdict import Failure
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.plan.settings import Settings, check_choice
@@ -162,7 +161,7 @@ class PipelineProcesses(ParallelStrategy):
             on_cpu = device.type == "cpu"
             self._watchdog = Watchdog(*place, host, self.broadcast, self._abort, on_cpu)
         if self._groups is None:
-            self._groups = self._connect(backend, device)
+            self._groups = Groups.connect(self.stages, backend, device, self._timeout)
         self._make_handlers()
 
     def _make_handlers(self) -> None:
@@ -261,36 +260,6 @@ class PipelineProcesses(ParallelStrategy):
                 " devices x num_nodes as a multiple of stages, or stages='auto' for one pipeline"
                 " per node."
             )
-
-    def _connect(self, backend: str, device: torch.device) -> Groups:
-        """Make this process's groups. Collective over the world."""
-        world, stages = range(self.world_size), self.stages
-        through_host = backend == "gloo"
-        lanes = 1 if through_host else 2
-        kinds = ["gloo", *[backend] * (1 + 2 * lanes)]
-        pipelines = [[*world[first : first + stages]] for first in world[::stages]]
-        host, data, *others = self._make_groups(pipelines, kinds)
-        place = self.stage, tuple(pipelines[self.global_rank // stages])
-        control = ObjectChannel(*place, host, host if through_host else data, device)
-        siblings = [[*world[stage::stages]] for stage in range(stages)]
-        ties = [host]  # nothing to say with one replica
-        if self.replicas > 1:
-            ties = self._make_groups(siblings, ["gloo"] if through_host else ["gloo", backend])
-        peers = tuple(siblings[self.stage])
-        across = ObjectChannel(self.global_rank // stages, peers, ties[0], ties[-1], device)
-        downs, ups = tuple(others[:lanes]), tuple(others[lanes:])
-        return Groups(*place, device, host, data, downs, ups, through_host, control, across)
-
-    def _make_groups(
-        self, partition: list[list[int]], kinds: Iterable[str]
-    ) -> list[dist.ProcessGroup]:
-        """Make a group of each kind for each set of ranks, and return this rank's."""
-        made = [
-            (ranks, cast(dist.ProcessGroup, dist.new_group(ranks, self._timeout, kind)))
-            for kind in kinds
-            for ranks in partition
-        ]
-        return [group for ranks, group in made if self.global_rank in ranks]
 
     # ------------------------------------------------------------------ collectives
 

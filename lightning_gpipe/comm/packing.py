@@ -1,0 +1,144 @@
+"""An object as bytes and large tensors, and back.
+
+Small tensors in host memory are pickled with the object, so that what is sent every step takes one
+message. Large ones, and those of the device, are set aside: they travel by themselves.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.tensors import strides
+
+FRAME = 1 << 14  # bytes; a step's control message with the generators' states takes about 10,000
+_SMALL = 1 << 13  # bytes up to which a tensor is pickled
+_KIND_AND_LENGTH = struct.Struct("<qq")
+_ROOM = FRAME - _KIND_AND_LENGTH.size
+
+IsInHost = Callable[[str], bool]  # whether tensors of a device type travel through host memory
+
+
+def pack(value: Any, is_in_host: IsInHost) -> tuple[bytes, list[Tensor]]:
+    """Pickle an object.
+
+    Args:
+        value: Any object that pickles.
+        is_in_host: Tells the device types whose small tensors may be pickled.
+
+    Returns:
+        The pickled object, and the tensors that travel by themselves, in order.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file, is_in_host)
+    packer.dump(value)
+    return file.getvalue(), packer.tensors
+
+
+def unpack(blob: bytes, fetch: Callable[[int, str], Tensor]) -> Any:
+    """The inverse of :func:`pack`.
+
+    Args:
+        blob: The pickled object.
+        fetch: Called for every tensor that was set aside, in order, with its length in bytes and
+            the type of the device that it was on; returns its bytes.
+    """
+    return _Unpacker(blob, fetch).load()
+
+
+def frames(code: int, blob: bytes) -> list[Tensor]:
+    """A pickled object as messages: a frame of fixed size, and the rest if it is longer.
+
+    Args:
+        code: A number that says what it is.
+        blob: The pickled object.
+    """
+    frame = _KIND_AND_LENGTH.pack(code, len(blob)) + blob[:_ROOM]
+    first = from_buffer(frame.ljust(FRAME, b"\0"))
+    return [first, from_buffer(blob[_ROOM:])] if len(blob) > _ROOM else [first]
+
+
+def open_frame(frame: Tensor) -> tuple[int, bytes, int]:
+    """What :func:`frames` put into the first message.
+
+    Returns:
+        The number, the first part of the pickled object, and how many bytes are missing.
+    """
+    data = frame.numpy().tobytes()
+    code, length = _KIND_AND_LENGTH.unpack_from(data)
+    blob = data[_KIND_AND_LENGTH.size : _KIND_AND_LENGTH.size + length]
+    return code, blob, length - len(blob)
+
+
+def from_buffer(data: bytes) -> Tensor:
+    """Bytes as a ``uint8`` tensor ``[bytes]`` in host memory."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else host_buffer(0)
+
+
+def host_buffer(length: int) -> Tensor:
+    """Room for bytes in host memory, whatever the default device."""
+    return torch.empty(length, dtype=torch.uint8, device="cpu")
+
+
+class _Packer(pickle.Pickler):
+    """Pickles an object, setting large tensors aside."""
+
+    def __init__(self, file: io.BytesIO, is_in_host: IsInHost) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._is_in_host = is_in_host
+        self._seen: dict[int, tuple[int, Tensor]] = {}  # by id, which a tensor kept here holds
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return None
+        known = id(obj) in self._seen
+        index, _ = self._seen.setdefault(id(obj), (len(self._seen), obj))
+        data = None
+        if self._is_in_host(obj.device.type) and obj.numel() * obj.element_size() <= _SMALL:
+            data = strides.to_bytes(obj).numpy().tobytes()
+        elif not known:
+            self.tensors.append(obj)
+        return index, data, obj.shape, obj.stride(), obj.dtype, obj.device.type
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take a subclass's values out of it: pickled, they would come back on a fixed device."""
+        if (
+            not isinstance(obj, Tensor)
+            or type(obj).__reduce_ex__ is not Tensor.__reduce_ex__
+            or type(obj).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        ):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return _subclassed, (type(obj), obj.detach().as_subclass(Tensor), vars(obj))
+
+
+def _subclassed(kind: type[Tensor], values: Tensor, attributes: dict[str, Any]) -> Tensor:
+    tensor = values.as_subclass(kind)
+    vars(tensor).update(attributes)
+    return tensor
+
+
+class _Unpacker(pickle.Unpickler):
+    """The inverse; fetches the large tensors in the order in which they were packed."""
+
+    def __init__(self, blob: bytes, fetch: Callable[[int, str], Tensor]) -> None:
+        super().__init__(io.BytesIO(blob))
+        self._fetch = fetch
+        self._tensors: dict[int, Tensor] = {}
+
+    def persistent_load(self, pid: Sequence[Any]) -> Tensor:
+        index, data, shape, stride, dtype, device_type = pid
+        if index not in self._tensors:
+            if data is None:
+                part = self._fetch(strides.byte_count(shape, stride, dtype), device_type)
+            else:
+                part = from_buffer(data)
+            self._tensors[index] = strides.from_bytes(part, shape, stride, dtype)
+        return self._tensors[index]
