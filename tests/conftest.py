@@ -6,6 +6,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    """One thread per process, here and in all that start."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,23 @@
 """Runs test functions on several processes, with a deadline.
 
-Processes start once per world size and run many functions: starting them costs seconds, importing
-Lightning most of it.
+Processes start once per world size and run many functions: starting them costs time, importing
+Lightning most of it. A function may fail on any rank: all ranks answer, and the same processes run
+the next function in a new world of process groups.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
-import tempfile
+import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,14 +25,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+HOST = "127.0.0.1"
+AFTER_FAILURE_S = 10.0  # for all other ranks to end when one has failed
+_TIMEOUT = timedelta(seconds=60)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
 _pools: dict[int, Pool] = {}
 
 
 class RankError(AssertionError):
-    """A function failed on a rank; carries the rank's traceback."""
+    """A function failed on a rank.
+
+    Its text holds what every rank that failed says, the first to end first.
+
+    Args:
+        what: What happened.
+        errors: The traceback of every rank that failed, by rank, in the order of their ends.
+    """
+
+    def __init__(self, what: str, errors: dict[int, str]) -> None:
+        super().__init__("\n".join([what, *(f"rank {r}:\n{errors[r]}" for r in errors)]))
+        self.errors = errors
 
 
 def run_ranks(
@@ -47,31 +66,59 @@ def run_ranks(
         What it returned, by rank.
 
     Raises:
-        RankError: With the traceback of the first rank that failed, or the ranks that missed the
-            deadline.
+        RankError: With the tracebacks of all ranks that failed, and the ranks that died or missed
+            the deadline.
     """
     pool = _pools.get(world_size)
     if pool is None:
         pool = _pools[world_size] = Pool(world_size)
     try:
         return pool.call(function, args, timeout_s)
-    except RankError:
-        _pools.pop(world_size).stop()
-        raise
+    finally:
+        if not pool.is_usable:
+            _pools.pop(world_size).stop()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A rank's.
+
+    Args:
+        value: What the function returned.
+        error: The traceback, if it failed.
+        in_world: Whether the rank's process groups are still those that it was given.
+    """
+
+    value: Any
+    error: str | None
+    in_world: bool
+
+
+@dataclass(frozen=True)
+class _World:
+    """What a rank needs to join: the store's port, a number, and a port for Lightning."""
+
+    store_port: int
+    number: int
+    main_port: int
 
 
 class Pool:
-    """A world of processes that wait for functions."""
+    """Processes that wait for functions.
+
+    Args:
+        world_size: Their number.
+    """
 
     def __init__(self, world_size: int) -> None:
-        self._store = tempfile.NamedTemporaryFile(prefix="gpipe-store-")  # noqa: SIM115
+        self.is_usable = True
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._world = _World(self._store.port, 0, free_port())
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
-                target=_serve, args=(theirs, rank, world_size, self._store.name)
-            )
+            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world_size))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -80,38 +127,52 @@ class Pool:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
     ) -> list[Any]:
+        """Call a function on all ranks; see :func:`run_ranks`."""
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, self._world))
+        values: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        in_world = True
         waiting = dict(enumerate(self._pipes))
-        results: dict[int, Any] = {}
         end = time.monotonic() + timeout_s
-        while waiting:
-            ready = multiprocessing.connection.wait(
-                waiting.values(), max(0.0, end - time.monotonic())
-            )
-            if not ready:
-                raise RankError(
-                    f"{function.__name__}: ranks {sorted(waiting)} did not end within {timeout_s} s"
-                )
-            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+        while waiting and (ready := _wait(waiting, end)):
+            for rank in ready:
                 try:
-                    failed, value = waiting.pop(rank).recv()
-                except EOFError:
-                    raise RankError(f"{function.__name__}: rank {rank} died") from None
-                if failed:
-                    raise RankError(f"{function.__name__} failed on rank {rank}:\n{value}")
-                results[rank] = value
-        return [results[rank] for rank in range(len(self._pipes))]
+                    answer: _Answer = waiting.pop(rank).recv()
+                except (EOFError, OSError):
+                    answer = _Answer(None, "Its process died.", False)
+                    self.is_usable = False
+                in_world = in_world and answer.in_world
+                if answer.error is None:
+                    values[rank] = answer.value
+                else:
+                    errors[rank] = answer.error
+                    end = min(end, time.monotonic() + AFTER_FAILURE_S)
+        if not in_world:
+            self._world = _World(self._store.port, self._world.number + 1, free_port())
+        if waiting:
+            self.is_usable = False
+            late = f"ranks {sorted(waiting)} did not end within {timeout_s} s"
+            raise RankError(f"{function.__name__}: {late}", errors)
+        if errors:
+            raise RankError(f"{function.__name__} failed", errors)
+        return [values[rank] for rank in range(len(self._pipes))]
 
     def stop(self) -> None:
+        """End the processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._store.close()
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _wait(waiting: dict[int, Connection], end: float) -> list[int]:
+    """The ranks that have answered; none if the time is over."""
+    left = max(0.0, end - time.monotonic())
+    ready = multiprocessing.connection.wait(waiting.values(), left)
+    return [rank for rank, pipe in waiting.items() if pipe in ready]
 
 
 def start_ranks(
@@ -125,8 +186,9 @@ def start_ranks(
         folder: What rank r prints goes to the file ``r`` in it.
         args: The function's arguments.
     """
+    port = free_port()
     processes: list[BaseProcess] = [
-        _CONTEXT.Process(target=_alone, args=(function, rank, world_size, folder, args))
+        _CONTEXT.Process(target=_alone, args=(function, rank, world_size, port, folder, args))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -134,54 +196,93 @@ def start_ranks(
     return processes
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def _alone(
-    function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: Any
+    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, args: Any
 ) -> None:
     with open(folder / str(rank), "wb") as screen:
         os.dup2(screen.fileno(), 1)
         os.dup2(screen.fileno(), 2)
-    _join(rank, world_size, str(folder / "store"))
+    _become(rank, world_size)
+    os.environ["MASTER_PORT"] = str(port)
+    _join(dist.FileStore(str(folder / "store"), world_size), rank, world_size)
     function(*args)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
-    _join(rank, world_size, store)
-    environment = dict(os.environ)
+def _serve(pipe: Connection, rank: int, world_size: int) -> None:
+    """Run functions until the pool is gone."""
+    _become(rank, world_size)
+    gc.freeze()  # what is imported stays: collections after a failure needn't look at it
+    world: _World | None = None
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, new = pipe.recv()
         except (EOFError, OSError):
-            os._exit(0)  # the pool is gone; peers that are stuck must not keep this rank alive
-        os.environ.clear()  # what is left of the last function, such as Lightning's seed
-        os.environ.update(environment)
+            os._exit(0)  # peers that are stuck must not keep this rank alive
         try:
-            answer = False, function(*args)
+            if new != world:
+                _leave()
+                _enter(new, rank, world_size)
+                world = new
+            answer = _call(function, args, new)
         except BaseException:
-            answer = True, traceback.format_exc()
+            answer = _Answer(None, traceback.format_exc(), False)
+        if answer.error is not None:
+            _leave()  # whoever waits for this rank hears of it
         try:
             pipe.send(answer)
-        except BrokenPipeError:
+        except ConnectionError:
             os._exit(1)
+        except Exception:  # what can't be pickled
+            pipe.send(_Answer(None, traceback.format_exc(), answer.in_world))
 
 
-def _join(rank: int, world_size: int, store: str) -> None:
-    """Become a rank."""
+def _call(function: Callable[..., Any], args: Any, world: _World) -> _Answer:
+    """Call a function, and forget what it leaves in the environment, such as Lightning's seed."""
+    group, before = dist.group.WORLD, dict(os.environ)
+    os.environ["MASTER_PORT"] = str(world.main_port)
+    try:
+        return _Answer(function(*args), None, dist.group.WORLD is group)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _become(rank: int, world_size: int) -> None:
+    """Look like a process of a cluster."""
     torch.set_num_threads(1)
     os.environ.update(
         LOCAL_RANK=str(rank),
         NODE_RANK="0",
         WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
+        MASTER_ADDR=HOST,
         OMP_NUM_THREADS="1",
     )
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+
+
+def _enter(world: _World, rank: int, world_size: int) -> None:
+    """Join a new world."""
+    store = dist.TCPStore(HOST, world.store_port, is_master=False)
+    _join(dist.PrefixStore(str(world.number), store), rank, world_size)
+
+
+def _join(store: dist.Store, rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+
+
+def _leave() -> None:
+    """Leave the world, if there is one, so that no rank waits for this one."""
+    for thread in threading.enumerate():
+        if thread.name == "gpipe-abort":  # it would abort the next world
+            thread.join(AFTER_FAILURE_S)
+    gc.collect()  # groups end with their last reference, which a traceback may have held
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @atexit.register
