@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -244,3 +246,18 @@ def test_blocks_are_the_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
     del module.head
     with pytest.raises(ValueError, match=r"self.blocks = lightning_gpipe.Blocks\(self.blocks\)"):
         find_backbone(module, None)
+
+
+class Copying(Encoder):
+    """Copies its blocks within a step."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        for copied in (copy.deepcopy(self.blocks), pickle.loads(pickle.dumps(self.blocks))):
+            assert type(copied) is Blocks
+            assert type(copied[0]) is Block, "a copy is an ordinary list"
+        return loss
+
+
+def test_a_copy_of_blocks_has_no_pipeline() -> None:
+    run_ranks(pipelined, 2, "Copying", 2, "params")

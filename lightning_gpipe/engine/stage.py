@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
-from lightning_gpipe.model.blocks import RunLayer
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
 
@@ -30,6 +30,7 @@ class ForwardContext:
         autocast: For each device type whether autocast is on, and its type.
         autocast_cache: Whether autocast keeps its casts.
         modes: Which of the stage's modules were in training.
+        run_layer: How layers are run.
         default_dtype: The type of new tensors; Lightning's precision sets it for the step alone.
     """
 
@@ -37,11 +38,16 @@ class ForwardContext:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     modes: tuple[bool, ...]
+    run_layer: RunLayer
     default_dtype: torch.dtype
 
     @classmethod
     def current(
-        cls, key: tuple[int, ...], device: torch.device, modes: tuple[bool, ...]
+        cls,
+        key: tuple[int, ...],
+        device: torch.device,
+        modes: tuple[bool, ...],
+        run_layer: RunLayer,
     ) -> ForwardContext:
         """The setting of the running step."""
         autocast = tuple(
@@ -49,7 +55,7 @@ class ForwardContext:
             for kind in dict.fromkeys(("cpu", device.type))
         )
         cache = torch.is_autocast_cache_enabled()
-        return cls(key, autocast, cache, modes, torch.get_default_dtype())
+        return cls(key, autocast, cache, modes, run_layer, torch.get_default_dtype())
 
     @contextmanager
     def restore_precision(self) -> Iterator[None]:
@@ -102,7 +108,6 @@ class Stage:
 
     Args:
         layers: The layers by their index in the backbone, in order.
-        run_layer: Runs one of them.
         device: Where they are.
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
         across: The object channel over the replicas.
@@ -111,13 +116,11 @@ class Stage:
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
-        run_layer: RunLayer,
         device: torch.device,
         deferred_batch_norm: bool,
         across: ObjectChannel,
     ) -> None:
         self.layers = dict(layers)
-        self._run_layer = run_layer
         self.device = device
         unique = {
             id(module): module for layer in self.layers.values() for module in layer.modules()
@@ -264,7 +267,7 @@ class Stage:
         for index, layer in self.layers.items():
             self._seed(*setting.key, m, index)
             try:
-                value = self._run_layer(index, layer, value)
+                value = setting.run_layer(index, layer, value)
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(

@@ -21,6 +21,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.p2p import Receiver, Sender
 from lightning_gpipe.engine.autograd import CallNode, ExitNode, SteerNode, calls_behind
 from lightning_gpipe.engine.stage import ForwardContext, MicroBatch, Stage
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.schedule.actions import Action, Checkpoint, Program, kept_graphs
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
@@ -133,12 +134,13 @@ class Engine:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value: Any, run_layer: RunLayer) -> Any:
         """Run the backbone. Collective over the pipeline.
 
         Args:
             value: The input, a pytree of tensors ``[batch, …]``, the same on every stage. It is not
                 changed.
+            run_layer: Runs one of the layers.
 
         Returns:
             The last stage's output of all micro-batches, on every stage.
@@ -157,7 +159,7 @@ class Engine:
         self._check_call(key)
         call = Call(
             self._calls,
-            ForwardContext.current(key, self.groups.device, self.stage.modes()),
+            ForwardContext.current(key, self.groups.device, self.stage.modes(), run_layer),
             split,
             schedule[self.groups.stage],
         )

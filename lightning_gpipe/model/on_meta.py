@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_gpipe.model.blocks import RunLayer
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import Tree
 
 

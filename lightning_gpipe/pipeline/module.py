@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
+from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.pipeline.pipeline import Pipeline, Surroundings
 from lightning_gpipe.pipeline.uncut import Uncut
 from lightning_gpipe.state.gather import (
@@ -129,15 +130,14 @@ class PipelinedModule:
         if restore or isinstance(self._state, Uncut):
             to_meta(self._lent)
 
-    def _forward(self, input: Any) -> Any:  # named as nn.Sequential's
-        return (self._state if isinstance(self._state, Pipeline) else self._cut(input)).forward(
-            input
-        )
+    def _forward(self, input: Any, run_layer: RunLayer = run_layer) -> Any:
+        """Run the backbone; ``input`` is named as nn.Sequential's."""
+        return self._cut(input, run_layer).forward(input, run_layer)
 
-    def _cut(self, sample: Any) -> Pipeline:
+    def _cut(self, sample: Any, run_layer: RunLayer = run_layer) -> Pipeline:
         if isinstance(self._state, Pipeline):
             return self._state
-        self._state = pipeline = self._state.cut(sample)
+        self._state = pipeline = self._state.cut(sample, run_layer)
         pipeline.begin_step(*self._step)
         pipeline.announce()
         return pipeline

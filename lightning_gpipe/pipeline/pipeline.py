@@ -19,6 +19,7 @@ from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOp
 from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.parameters import outside_to
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.gather import (
     PartialStateDict,
@@ -105,9 +106,9 @@ class Pipeline:
         """See :meth:`PipelinedModule.begin_step`."""
         self.engine.begin_step(*step)
 
-    def forward(self, input: Any) -> Any:
-        """Run the backbone. Collective over the pipeline."""
-        return self.engine.forward(input)
+    def forward(self, input: Any, run_layer: RunLayer) -> Any:
+        """See :meth:`Engine.forward`. Collective over the pipeline."""
+        return self.engine.forward(input, run_layer)
 
     @contextmanager
     def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:

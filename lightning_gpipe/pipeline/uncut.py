@@ -19,10 +19,10 @@ from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
-from lightning_gpipe.model.blocks import runner
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
@@ -117,11 +117,12 @@ class Uncut:
         """Bring what is outside the backbone back to host memory."""
         outside_to(self.module, self.body, HOST)
 
-    def cut(self, sample: Any) -> Pipeline:
+    def cut(self, sample: Any, run_layer: RunLayer) -> Pipeline:
         """Cut the module into stages. Collective over all ranks.
 
         Args:
             sample: The backbone's input, where the balance needs it.
+            run_layer: Runs one of its layers.
         """
         # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
         # the same
@@ -129,7 +130,6 @@ class Uncut:
             around, groups = self.surroundings, self.surroundings.groups
             for layer in self.layers:
                 self.redirections.remove(layer)
-            run_layer = runner(self.body)
             partition = groups.decide(
                 "partition",
                 lambda: decide_partition(
@@ -154,7 +154,7 @@ class Uncut:
         around, groups, placement = self.surroundings, self.surroundings.groups, tensors.placement
         settings, options = around.settings, around.data_parallel
         deferred = settings.deferred_batch_norm
-        stage = Stage(own, runner(self.body), groups.device, deferred, groups.siblings)
+        stage = Stage(own, groups.device, deferred, groups.siblings)
         partial = PartialStateDict(around.warn)
         hooks: list[RemovableHandle] = []
         if groups.stages > 1:

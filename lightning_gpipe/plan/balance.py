@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.model.blocks import RunLayer
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.cost import flop_costs, function_costs, module_flops, parameter_costs
 from lightning_gpipe.plan.cut import cut
 from lightning_gpipe.plan.settings import Settings

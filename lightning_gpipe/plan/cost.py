@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.model.blocks import RunLayer
 from lightning_gpipe.model.on_meta import (
     run_layer_on_meta,
     run_on_meta,
     to_meta_leaf,
 )
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import Tree
 
 CostFunction: TypeAlias = Callable[[nn.Module, Any], float]

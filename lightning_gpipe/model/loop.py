@@ -1,0 +1,192 @@
+"""One pass of a model's loop over its blocks: what it calls them with, and how to run that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_gpipe.model.promise import CONDITION, Promise
+from lightning_gpipe.tensors.tree import CONSTANTS
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An argument of a block: one of the noted tensors, or a constant."""
+
+    tensor: int | None
+    constant: Any = None
+
+
+_HIDDEN = Entry(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """What a block is called with, without the tensors."""
+
+    spec: TreeSpec
+    entries: tuple[Entry, ...]
+
+    def arguments(self, hidden: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The arguments."""
+        leaves = [
+            hidden if e == _HIDDEN else e.constant if e.tensor is None else tensors[e.tensor]
+            for e in self.entries
+        ]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class LoopProgram:
+    """What the blocks are called with, and what the model assumed of their outputs.
+
+    Args:
+        calls: A call per block.
+        reads: What the model's loop read of the hidden state: its shape, its type.
+        text: Tells programs apart; travels with the values, since all stages must run the same.
+    """
+
+    calls: tuple[BlockCall, ...]
+    reads: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def of(cls, calls: tuple[BlockCall, ...], reads: tuple[str, ...]) -> LoopProgram:
+        """The program of the calls that were noted."""
+        return cls(calls, reads, repr((calls, reads)))
+
+    def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
+        """Run one block.
+
+        Args:
+            index: Its place.
+            block: The block, or what stands in for it.
+            value: What the block before returned, the extra arguments that are tensors, and the
+                text of the first stage's program.
+
+        Returns:
+            The next block's value, or the last one's output.
+        """
+        output, tensors, text = value
+        if text != self.text:
+            raise RuntimeError(
+                f"Block {index} is called with other arguments on this stage than on the first one:"
+                " the model must call its blocks alike on every rank."
+            )
+        hidden = output[0] if isinstance(output, tuple) else output
+        args, kwargs = self.calls[index].arguments(hidden, tensors)
+        output = block(*args, **kwargs)
+        if index == len(self.calls) - 1:
+            return output
+        self._check(index, hidden, output[0] if isinstance(output, tuple) else output)
+        return output, tensors, text
+
+    def _check(self, index: int, hidden: Tensor, output: Tensor) -> None:
+        """Refuse a hidden state that is other than the model's loop was told."""
+        before, after = hidden.shape[1:], output.shape[1:]
+        if "shape" in self.reads and after != before:
+            what = f"shape {list(output.shape)}, not {[len(output), *before]}"
+        elif "dtype" in self.reads and output.dtype != hidden.dtype:
+            what = f"{output.dtype}, not {hidden.dtype}"
+        else:
+            return
+        raise RuntimeError(
+            f"Block {index} returned a hidden state of {what} as it was given, and the model read"
+            " this between two blocks, before it is known: read it before the first one or after"
+            " the last."
+        )
+
+
+@dataclass(slots=True)
+class Loop:
+    """What is known of a loop that runs.
+
+    Args:
+        hidden: What the first block is called with.
+        promise: What the block before has returned.
+        modes: Of autograd and autocast, at the first call.
+        calls: The calls so far.
+        tensors: Their arguments that are tensors.
+        reads: What was read of promises.
+    """
+
+    hidden: Any
+    promise: Any
+    modes: tuple[Any, ...]
+    calls: list[BlockCall] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
+
+    @classmethod
+    def begin(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
+        """A loop whose first block is called with these arguments."""
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        hidden = kwargs.get("hidden_states", next(tensors, None))
+        return cls(hidden, hidden, _modes(hidden))
+
+    def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the call of a block.
+
+        Raises:
+            RuntimeError: If it isn't called with what the one before it returned.
+            TypeError: If an argument can't be sent.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        place = next((i for i, leaf in enumerate(leaves) if leaf is self.promise), None)
+        if index != len(self.calls) or place is None or not isinstance(self.hidden, Tensor):
+            raise RuntimeError(
+                f"Block {index} was not called with what the one before it returned. {CONDITION}"
+            )
+        if _modes(self.hidden) != self.modes:
+            raise RuntimeError(
+                f"Block {index} is called with other settings of autograd or autocast than block 0,"
+                " and all run with one: call requires_grad_(False) on blocks to freeze them, and"
+                " choose Trainer(precision=...) for all of them."
+            )
+        entries = [
+            _HIDDEN if i == place else self._entry(leaf, index) for i, leaf in enumerate(leaves)
+        ]
+        self.calls.append(BlockCall(spec, tuple(entries)))
+
+    def next_promise(self) -> Promise:
+        """What the block that was noted last returns."""
+        self.promise = promise = Promise.of(self.hidden, self.reads)
+        return promise
+
+    def end(self) -> tuple[Any, LoopProgram]:
+        """The value of the first block, and what to do with it."""
+        program = LoopProgram.of(tuple(self.calls), tuple(sorted(self.reads)))
+        return (self.hidden, self.tensors, program.text), program
+
+    def _entry(self, leaf: Any, index: int) -> Entry:
+        """How an argument is noted: tensors once, whichever blocks they are for."""
+        if isinstance(leaf, Promise):
+            raise RuntimeError(
+                f"Block {index} was given the output of another block than the one before it."
+                f" {CONDITION}"
+            )
+        if isinstance(leaf, Tensor):
+            for i, known in enumerate(self.tensors):
+                if known is leaf:
+                    return Entry(i)
+            self.tensors.append(leaf)
+            return Entry(len(self.tensors) - 1)
+        if not isinstance(leaf, CONSTANTS):
+            raise TypeError(
+                f"Block {index} was given a {type(leaf).__name__}, which can't be split into"
+                " micro-batches. For a cache of keys and values set use_cache=False."
+            )
+        return Entry(None, leaf)
+
+
+def _modes(hidden: Any) -> tuple[Any, ...]:
+    """The settings with which a block runs."""
+    device = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    enabled = torch.is_autocast_enabled(device)
+    return torch.is_grad_enabled(), enabled, enabled and torch.get_autocast_dtype(device)

@@ -1,0 +1,96 @@
+"""What a model's loop over its blocks meets in the pipeline: stand-ins, and their promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: What a model must be like.
+CONDITION = (
+    "Blocks are for models that call all of them in order, and hand the hidden state from one to"
+    " the next untouched, without torch.utils.checkpoint around them; build the backbone as an"
+    " nn.Sequential otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True)."
+)
+
+
+class StandIn:
+    """A block as the model's loop meets it in the pipeline: of its class, with its attributes.
+
+    Args:
+        block: The block.
+        call: Called with the arguments in its place.
+    """
+
+    __slots__ = ("_block", "_call")
+
+    def __init__(self, block: Any, call: Callable[[Any, Any], Any]) -> None:
+        object.__setattr__(self, "_block", block)
+        object.__setattr__(self, "_call", call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call in the block's place."""
+        return self._call(args, kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self._block)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._block, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._block, name)
+
+    def __repr__(self) -> str:
+        return repr(self._block)
+
+
+class Promise(Tensor):
+    """Stands for the output of a block until the last one is called; has no values.
+
+    Its shape and type are those that the first block is given, and what is read of them is noted.
+    """
+
+    _reads: set[str]
+
+    @classmethod
+    def of(cls, hidden: Tensor, reads: set[str]) -> Promise:
+        """The promise of a hidden state.
+
+        Args:
+            hidden: What the first block is given.
+            reads: Filled with what is read of the promise.
+        """
+        promise = hidden.detach().as_subclass(cls)
+        promise.__dict__["_reads"] = reads
+        return promise
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _KNOWN:
+            raise RuntimeError(
+                "The hidden state between two blocks was used, which isn't known before the last"
+                f" one is called. {CONDITION}"
+            )
+        args[0].__dict__["_reads"].add(_KNOWN[func])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+#: What may be asked of a promise, and what is read of the hidden state then.
+_KNOWN: dict[Any, str] = {
+    **{getattr(Tensor, name).__get__: "device" for name in ("device", "is_meta")},
+    **{getattr(Tensor, name).__get__: "shape" for name in ("shape", "ndim")},
+    Tensor.size: "shape",
+    Tensor.dim: "shape",
+    Tensor.dtype.__get__: "dtype",  # type: ignore[attr-defined]
+    Tensor.is_floating_point: "dtype",
+}
