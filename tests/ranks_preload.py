@@ -1,5 +1,6 @@
 """Imported once by the server that forks the ranks, so that each rank starts at once."""
 
+import os
 import warnings
 
 warnings.simplefilter("ignore")
@@ -8,3 +9,8 @@ import lightning  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
 import lightning_gpipe  # noqa: E402, F401
+
+if "STRICT_MODE" in os.environ:  # python -m tests.strict --all
+    from tests.strict.backend import take_over
+
+    take_over(os.environ["STRICT_MODE"])
