@@ -212,11 +212,6 @@ def test_signals_from_outside(signals: signal.Signals, to: int | None, message: 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_what_meta_means_is_told() -> None:
-    error = NotImplementedError("Cannot copy out of meta tensor; no data!")
-    assert "What other stages hold is on the meta" in failure.Failure.of(error, 1, 2).text
-
-
 def test_an_error_in_a_forked_process() -> None:
     """Lightning handles errors in the process that waits for the others, not in these."""
     process = by_the_launcher("callback", 1, "fork")

@@ -196,7 +196,7 @@ def refused(
         (CompiledLayers, {"balance": "params"}, {}, "accepted"),
         (Lazy, {}, {}, "has no shape yet"),
         (models.Module, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
-        (Penalty, {}, {}, "reads weights that other stages .* weight_decay"),
+        (Penalty, {}, {}, "reads .*, which stage . .rank .. holds.* weight_decay"),
         (LayerByLayer, {}, {}, "call the backbone as a whole"),
         (Direct, {}, {}, "manual_backward"),
         (Stepping, {}, {}, "between the forward and the backward"),

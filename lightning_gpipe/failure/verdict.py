@@ -12,9 +12,6 @@ from lightning_gpipe.comm.messages import RemoteError
 NO_RANK = -1
 
 
-_META = re.compile(r"\bmeta tensor\b|\bdevice meta\b")
-
-
 _TEXT = 4000  # characters of an error
 
 
@@ -51,8 +48,6 @@ class Failure:
         )
         name = type(error).__name__
         text = f"{name}: {error}" if str(error) else name
-        if isinstance(error, RuntimeError) and _META.search(text) and "stages hold" not in text:
-            text += " (What other stages hold is on the meta device here, without values.)"
         return cls(rank, rank % stages, text[:_TEXT], lost)
 
     def plausibility(self) -> int:

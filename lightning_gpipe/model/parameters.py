@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.model.elsewhere import HOLDER, Holder, ParameterElsewhere, elsewhere
 from lightning_gpipe.model.partition import Partition
 
 
@@ -46,13 +47,19 @@ class Slot:
                 module._buffers[key] = value
             return
         parameter = self.tensor
-        other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        other.__dict__.update(parameter.__dict__)
+        if isinstance(value, ParameterElsewhere):
+            other: nn.Parameter = value
+        else:
+            other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        own = {**parameter.__dict__}
+        own.pop(HOLDER, None)
+        other.__dict__.update(own)
         recurrent = [module for module, _ in self.places if isinstance(module, nn.RNNBase)]
         for module in recurrent:
             module._flat_weight_refs = []  # weak references, for what torch.compile does
         try:
-            torch.utils.swap_tensors(parameter, other)
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.utils.swap_tensors(parameter, other)
             for module in recurrent:
                 module._init_flat_weights()
         except RuntimeError as error:
@@ -62,6 +69,10 @@ class Slot:
                 " references to the model before the Trainer runs. The old"
                 " torch.nn.utils.weight_norm holds one: use parametrizations.weight_norm."
             ) from error
+
+    def withhold(self, holder: Holder) -> None:
+        """Put there what stands for a tensor that another stage holds."""
+        self.replace(elsewhere(self.tensor, holder))
 
     def to(self, device: torch.device) -> None:
         """Move it, if it isn't on the meta device. A parameter stays the same object."""
@@ -99,7 +110,7 @@ def materialize(backbone: nn.Module) -> list[Slot]:
     ]
     with torch.no_grad():
         for slot in slots:
-            slot.replace(torch.empty_like(slot.tensor, device="cpu"))
+            slot.replace(_empty(slot.tensor, "cpu"))
     return slots
 
 
@@ -107,7 +118,13 @@ def to_meta(slots: Iterable[Slot]) -> None:
     """Take back what :func:`materialize` did."""
     with torch.no_grad():
         for slot in slots:
-            slot.replace(torch.empty_like(slot.tensor, device="meta"))
+            slot.replace(_empty(slot.tensor, "meta"))
+
+
+def _empty(tensor: Tensor, device: str) -> Tensor:
+    """Memory for a tensor of which a rank may hold nothing but the shape."""
+    shape, strides = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
 
 
 def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:

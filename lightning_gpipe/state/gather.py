@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import Kind, ObjectChannel
+from lightning_gpipe.model.elsewhere import Holder
 from lightning_gpipe.model.parameters import Slot, outside_tensors, outside_to
 from lightning_gpipe.state.placement import Placement
 
@@ -42,8 +43,11 @@ class StageTensors:
         """
         self._share()
         for slot in self.placement.elsewhere:
-            if slot.tensor.device.type != "meta":
-                slot.replace(torch.empty_like(slot.tensor, device="meta"))
+            if slot.owner is not None:
+                ranks, here = self.channel.ranks, self.channel.index
+                slot.withhold(
+                    Holder(slot.names[0], slot.owner, ranks[slot.owner], here, ranks[here])
+                )
         for slot in self.placement.slots:
             if not slot.is_outside:
                 slot.to(self.device)

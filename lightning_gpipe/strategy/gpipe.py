@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -254,11 +253,7 @@ class GPipeStrategy(PipelineState):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._active_pipeline().begin_step(0, self._trainer().fit_loop.epoch_loop.total_batch_idx)
         with self._guarded():
-            output = super().training_step(*args, **kwargs)
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if isinstance(loss, Tensor) and loss.is_meta:
-                raise self._meta_error(None)
-        return output
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,26 +285,10 @@ class GPipeStrategy(PipelineState):
             raise explained from (None if isinstance(explained, RemoteError) else error)
 
     def _explained(self, error: Exception) -> Exception:
-        known = isinstance(error, RemoteError) or error.__cause__ is not None
-        on_meta = isinstance(error, RuntimeError) and re.search(r"\bmeta\b", str(error))
-        if on_meta and not known and "stages hold" not in str(error):
-            error = self._meta_error(error)
         first = self.report(error)
         if first is None or first.rank == self.global_rank or first.text in str(error):
             return error
         return RemoteError(str(first))
-
-    def _meta_error(self, error: Exception | None) -> RuntimeError:
-        results = self._trainer()._results
-        if results is not None:
-            results.clear()  # a logged meta tensor would raise in Lightning's teardown, over this
-        return RuntimeError(
-            f"The step on stage {self.stage} (rank {self.global_rank}) reads weights that other"
-            " stages hold and that are on the meta device here, for example in an L1 or L2 term"
-            " over self.parameters(). Use the optimizer's weight_decay for such a term, or compute"
-            " it from the weights outside the backbone."
-            f"{f' ({error})' if error is not None else ''}"
-        )
 
     def _begin_evaluation(self) -> None:
         self._evaluations += 1

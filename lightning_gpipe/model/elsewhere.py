@@ -1,0 +1,305 @@
+"""Parameters and buffers that another stage holds: everything but their values.
+
+They are on the meta device, and PyTorch lets code compute with such tensors: a real tensor is
+changed in place by one without effect, an output comes out as uninitialised memory. So they are of
+a class of their own, which lets names, shapes, optimizers and copies work, and refuses to be read.
+
+What is computed of them alone, such as an average of two that the same stage holds, stays there; a
+tensor that is written to is written to by the stage that holds it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+#: The attribute that says who holds a tensor.
+HOLDER = "_gpipe_holder"
+
+
+class HeldElsewhere(RuntimeError):
+    """A step reads the values of a tensor that another stage holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a tensor.
+
+    Args:
+        name: Its dotted name.
+        stage: The stage that holds it.
+        rank: That stage's rank.
+        here: The stage that doesn't.
+        here_rank: Its rank.
+    """
+
+    name: str
+    stage: int
+    rank: int
+    here: int
+    here_rank: int
+
+    def refusal(self, what: str) -> HeldElsewhere:
+        """The error for whoever reads the tensor."""
+        return HeldElsewhere(
+            f"{what} reads '{self.name}', which stage {self.stage} (rank {self.rank}) holds; stage"
+            f" {self.here} (rank {self.here_rank}) has its name and shape, and no values. A weight"
+            " of the backbone that the step uses itself must stand outside the backbone, too"
+            " (self.head.weight = self.backbone[0].weight): then every stage holds it. For an L1"
+            " or L2 term over all weights use the optimizer's weight_decay; for the norm of"
+            " gradients trainer.strategy.grad_norm(parameters), for clipping"
+            " trainer.strategy.clip_grad_norm_; for an average of the weights Lightning's"
+            " EMAWeightAveraging; make copies of the module before the Trainer runs. What only this"
+            " stage holds are the parameters with p.is_meta == False."
+        )
+
+
+class _Elsewhere:
+    """What parameters and other tensors that another stage holds have in common."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            return _marked(result, holder_of(args)) if isinstance(result, Tensor) else result
+        if name == "__set__":
+            return _set(func, *args)
+        return _compute(func, name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        tensor = cast(Tensor, self)
+        copied = elsewhere(tensor, holder_of(tensor))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as an ordinary tensor on the meta device."""
+        tensor = cast(Tensor, self)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+            if isinstance(tensor, nn.Parameter):
+                plain = nn.Parameter(plain, tensor.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
+
+class TensorElsewhere(_Elsewhere, Tensor):
+    """A buffer that another stage holds, or what was computed of its tensors."""
+
+
+class ParameterElsewhere(_Elsewhere, nn.Parameter):
+    """A parameter that another stage holds."""
+
+    @property
+    def grad(self) -> Any:
+        """Its gradient, which the same stage holds; nothing for those who step optimizers."""
+        if not self.requires_grad or _steps_optimizers(sys._getframe(1)):
+            return None
+        holder = holder_of(self)
+        return elsewhere(self.detach(), replace(holder, name=f"{holder.name}.grad"))
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        """Leave it to the stage that holds it."""
+
+    @grad.deleter
+    def grad(self) -> None:
+        """The same."""
+
+
+def elsewhere(tensor: Tensor, holder: Holder) -> Tensor:
+    """A tensor of the same shape that stands for one that another stage holds.
+
+    Args:
+        tensor: A parameter or another tensor, on any device.
+        holder: Who holds it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        kind = ParameterElsewhere if isinstance(tensor, nn.Parameter) else TensorElsewhere
+        made: Tensor = Tensor._make_subclass(kind, meta, tensor.requires_grad)
+    made.__dict__[HOLDER] = holder
+    return made
+
+
+def holder_of(value: Any) -> Holder:
+    """Who holds a tensor that isn't here.
+
+    Raises:
+        TypeError: If it is.
+    """
+    for tensor in _tensors(value):
+        if isinstance(tensor, _Elsewhere):
+            return cast(Holder, tensor.__dict__[HOLDER])
+    raise TypeError("The tensor is held by this stage.")
+
+
+#: Packages that skip parameters without a gradient, or know of stages.
+_LIBRARIES = {"torch", "lightning", "lightning_gpipe"}
+#: What may be asked of a tensor without its values.
+_METADATA = {
+    "__get__",
+    "__len__",
+    "__repr__",
+    "_has_compatible_shallow_copy_type",
+    "_is_view",
+    "_use_count",
+    "data_ptr",
+    "dim",
+    "element_size",
+    "get_device",
+    "has_names",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_distributed",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_pinned",
+    "is_same_size",
+    "is_set_to",
+    "is_shared",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+    "storage_offset",
+    "stride",
+}
+#: Draws numbers: on the stage that holds the tensor alone, so that the generators drift apart.
+_RANDOM = re.compile(
+    r"rand|normal|uniform|bernoulli|dropout|cauchy|exponential|geometric|orthogonal"
+)
+#: What may scale a tensor of no dimensions, which else can't be told from a loss or a metric.
+_SCALING = {"mul", "div", "true_divide", "__mul__", "__rmul__", "__truediv__"}
+
+
+_WRITING_OPERATORS = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")),
+}
+_COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>"}
+
+
+def _set(func: Callable[..., Any], tensor: Tensor, value: Any) -> None:
+    """Set an attribute. Values are left to the stage that holds the tensor."""
+    if isinstance(value, Tensor) and not isinstance(value, _Elsewhere):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        func(tensor, value)
+
+
+def _compute(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    holder = holder_of((args, tuple(kwargs.values())))
+    refusal = holder.refusal(f"'{name}'")
+    if _RANDOM.search(name):
+        raise refusal
+    if _writes(name):
+        return _write(func, name, args, kwargs, refusal)
+    inputs = [*_tensors((args, tuple(kwargs.values())))]
+    theirs = [t for t in inputs if isinstance(t, _Elsewhere)]
+    if any(holder_of(t).stage != holder.stage for t in theirs):
+        raise refusal
+    scales = name in _SCALING or any(t.dim() for t in theirs)
+    for tensor in inputs:
+        is_here = not isinstance(tensor, _Elsewhere)
+        if is_here and (tensor.dim() or tensor.requires_grad or not scales):
+            raise refusal
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except Exception as error:
+        raise refusal from error
+    outputs, size = [*_tensors(result)], min(t.numel() for t in theirs)
+    if not outputs or any(not t.is_meta or t.numel() < size for t in outputs):
+        raise refusal
+    return _marked(result, holder)
+
+
+def _steps_optimizers(frame: FrameType | None) -> bool:
+    """Whether code belongs to an optimizer or a library, which skip what has no gradient."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+            return True
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_argcount else ""
+        if isinstance(frame.f_locals.get(first), Optimizer):
+            return True
+        if code.co_name not in _COMPREHENSIONS:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _writes(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _write(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refusal: HeldElsewhere,
+) -> Any:
+    """Change what is held here; the rest is changed by the stage that holds it."""
+    first = args[0] if args else next(iter(kwargs.values()))  # of torch.nn.init
+    if isinstance(first, _Elsewhere):
+        return first
+    if not isinstance(first, (list, tuple)):
+        raise refusal  # a tensor of this stage, changed by one that isn't here
+    here = [i for i, t in enumerate(first) if not isinstance(t, _Elsewhere)]
+    kept = [
+        [arg[i] for i in here] if isinstance(arg, (list, tuple)) and len(arg) == len(first) else arg
+        for arg in args
+    ]
+    if any(isinstance(t, _Elsewhere) for t in _tensors((kept, tuple(kwargs.values())))):
+        raise refusal
+    return func(*kept, **kwargs) if here else None
+
+
+def _marked(result: Any, holder: Holder) -> Any:
+    """Mark tensors as held elsewhere."""
+    if isinstance(result, _Elsewhere):
+        return result
+    if isinstance(result, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            made = result.as_subclass(TensorElsewhere)
+        made.__dict__[HOLDER] = holder
+        return made
+    if type(result) in (list, tuple):
+        return type(result)(_marked(item, holder) for item in result)
+    return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments of a function."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in cast(Sequence[Any], value):
+            yield from _tensors(item)
