@@ -1,7 +1,11 @@
-"""Runs modules on the meta device: shapes and types, no values and no memory."""
+"""Runs modules on the meta device: shapes and types, no values, no memory, and no trace."""
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +13,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
+
+#: Where modules keep the hooks of their calls.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+#: Whose contents are put back.
+_CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict, Counter}
 
 
 class UntraceableLayer(RuntimeError):
@@ -28,20 +40,39 @@ def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def call(_: int, forward: Any, given: Any) -> Any:
         return forward(*given[0], **given[1])
 
-    return run_layer_on_meta(module, call, 0, value)
+    with torch.no_grad():
+        return run_layer_on_meta(module, call, 0, value, with_hooks=True)
 
 
-def run_layer_on_meta(module: nn.Module, run_layer: RunLayer, index: int, value: Any) -> Any:
-    """Run a layer with tensors on the meta device."""
-    tensors = {
-        name: to_meta_leaf(t) for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
+def run_layer_on_meta(
+    module: nn.Module,
+    run_layer: RunLayer,
+    index: int,
+    value: Any,
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    with_hooks: bool = False,
+) -> Any:
+    """Run a layer in evaluation mode with tensors on the meta device, which leaves no trace in it.
+
+    Args:
+        module: The layer, on any device.
+        run_layer: Runs it.
+        index: Its place.
+        value: Its input, on the meta device.
+        tensors: What stands for its parameters and buffers; see :func:`meta_tensors`.
+        with_hooks: Whether the hooks run that aren't PyTorch's own.
+
+    Raises:
+        UntraceableLayer: If it needs the values of its input.
+    """
+    given = dict(tensors if tensors is not None else meta_tensors(module))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(module, tensors, args, kwargs)
+        return functional_call(module, given, args, kwargs)
 
     try:
-        with torch.no_grad():
+        with _left_as_it_was(module, with_hooks):
             return run_layer(index, forward, value)
     except Exception as error:
         raise UntraceableLayer(
@@ -50,9 +81,79 @@ def run_layer_on_meta(module: nn.Module, run_layer: RunLayer, index: int, value:
         ) from error
 
 
+def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers on the meta device, by name."""
+    parameters = {
+        name: to_meta_leaf(p).requires_grad_(p.requires_grad)
+        for name, p in module.named_parameters()
+    }
+    return {**parameters, **{name: to_meta_leaf(b) for name, b in module.named_buffers()}}
+
+
 def to_meta_leaf(leaf: Any) -> Any:
     """A tensor of the same shape, strides and type on the meta device; other leaves as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
     with torch.no_grad():
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+@contextmanager
+def _left_as_it_was(module: nn.Module, with_hooks: bool) -> Iterator[None]:
+    """Put back what a call changes: modes, hooks' traces, attributes, generators.
+
+    In evaluation, because layers that synchronize or count do so in training; without the fused
+    kernels of evaluation, whose operations nobody counts.
+    """
+    kept = [(part, _Attributes(part)) for part in module.modules()]
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        for part, attributes in kept:
+            attributes.prepare(part, with_hooks)
+        with (
+            preserved(device),
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # the real calls warn
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for part, attributes in kept:
+            attributes.restore(part)
+
+
+class _Attributes:
+    """The attributes of a module, and what the lists, dicts and sets among them hold."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._values = dict(part.__dict__)
+        self._contents = [
+            (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
+        ]
+
+    def prepare(self, part: nn.Module, with_hooks: bool) -> None:
+        """Ready a module for a call on the meta device."""
+        for name, value in self._values.items():
+            if isinstance(value, Tensor):  # neither parameter nor buffer: a table, a cache
+                part.__dict__[name] = to_meta_leaf(value)
+            elif name in _HOOKS and not with_hooks:
+                part.__dict__[name] = OrderedDict(
+                    (key, hook) for key, hook in value.items() if _is_of_torch(hook)
+                )
+        part.__dict__["training"] = False
+
+    def restore(self, part: nn.Module) -> None:
+        """Put all back."""
+        part.__dict__.clear()
+        part.__dict__.update(self._values)
+        for value, before in self._contents:
+            value.clear()
+            (value.extend if type(value) in (list, deque) else value.update)(before)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether a hook is PyTorch's, as weight norm's, without which the module isn't whole."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")

@@ -34,7 +34,7 @@ def decide_partition(
         warn: Called with a text if the layers can't be balanced as the user chose.
 
     Raises:
-        ValueError: If a cost is negative or not finite.
+        ValueError: If the user's cost function returns no finite number from 0.
         UntraceableLayer: If the user's cost function needs the input of a layer that can't run
             without data.
     """
@@ -44,7 +44,8 @@ def decide_partition(
         return Partition(settings.sizes, tuple(costs), unit)
     if balance == "flops":
         try:
-            costs, unit = flop_costs(layers, run_layer, sample), "flops"
+            recomputes = settings.checkpoint != "never"
+            costs, unit = flop_costs(layers, run_layer, sample, recomputes), "flops"
         except UntraceableLayer as error:
             warn(
                 "Layers are balanced by parameters: their operations can't be counted, because"

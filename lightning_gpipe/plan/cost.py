@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.model.on_meta import (
+    meta_tensors,
     run_layer_on_meta,
     run_on_meta,
     to_meta_leaf,
 )
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.schedule.simulate import BACKWARD_RATIO
 from lightning_gpipe.tensors.tree import Tree
 
 CostFunction: TypeAlias = Callable[[nn.Module, Any], float]
@@ -26,27 +29,46 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
     return [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
 
 
-def flop_costs(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -> list[float]:
-    """Floating-point operations of each layer's forward.
+def flop_costs(
+    layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any, recomputes: bool
+) -> list[float]:
+    """Floating-point operations of each layer in a training step: forward, recompute, backward.
 
     Matrix products, convolutions and attention count their operations, everything else one
-    operation per element that comes out, so that no layer is free.
+    operation per element that comes out, so that no layer is free. Frozen layers count what their
+    backward computes: nothing before the first trainable one, no gradient of weights behind it.
 
     Args:
         layers: The layers, on any device; nothing is computed and no memory used.
         run_layer: Runs one of them.
         sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
+        recomputes: Whether activations are re-materialized.
 
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
     """
-    costs, before = [], 0
-    with FlopCounterMode(display=False) as counter:
-        for _, _, output in _walk(layers, run_layer, sample):
-            total = counter.get_total_flops()
-            elements = sum(t.numel() for t in Tree.of(output, "A layer's output").tensors())
-            costs.append(float(total - before + elements))
-            before = total
+    costs = []
+    value = _on_meta(sample)
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+        for index, layer in enumerate(layers):
+            tensors, start = meta_tensors(layer), counter.get_total_flops()
+            given = Tree.of(value, "A layer's input")
+            # copies, because a layer may work in place, and not on leaves of the graph
+            value = given.with_leaves([_copied(leaf) for leaf in given.leaves]).value()
+            value = run_layer_on_meta(layer, run_layer, index, value, tensors)
+            output = Tree.of(value, "A layer's output")
+            elements = sum(t.numel() for t in output.tensors())
+            forward = counter.get_total_flops() - start + elements
+            backward = 0.0
+            if any(t.requires_grad for t in output.tensors()):
+                try:
+                    _differentiate(output, [*given.tensors(), *tensors.values()])
+                    backward = counter.get_total_flops() - start - forward + 2 * elements
+                except Exception:  # PyTorch lacks some backwards on this device
+                    backward = BACKWARD_RATIO * forward
+                backward += forward if recomputes else 0
+            costs.append(float(forward + backward))
+            value = output.with_leaves([_on_meta(leaf) for leaf in output.leaves]).value()
     return costs
 
 
@@ -64,8 +86,26 @@ def function_costs(
 
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
+        ValueError: If a cost is no number, not finite, or negative.
     """
-    return [float(cost(layer, value)) for layer, value, _ in _walk(layers, run_layer, sample)]
+    walk = _walk(layers, run_layer, sample)
+    return [_checked(cost(layer, value), layer, i) for i, (layer, value) in enumerate(walk)]
+
+
+def _checked(cost: Any, layer: nn.Module, index: int) -> float:
+    is_meta = isinstance(cost, Tensor) and cost.is_meta
+    try:
+        value = math.nan if is_meta else float(cost)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        found = "a tensor without a value (its input is on the meta device)" if is_meta else cost
+        raise ValueError(
+            f"The balance function must return a finite number from 0, got {found} for layer"
+            f" {index} ({type(layer).__name__}): return a number computed from shapes, types and"
+            " the layer's attributes."
+        )
+    return value
 
 
 def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
@@ -88,17 +128,35 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
     return {**flops, "": counts.get("Global", 0.0)}
 
 
+def _on_meta(value: Any) -> Any:
+    """The same tensors on the meta device, each a leaf of a graph where it wants a gradient."""
+    tree = Tree.of(value, "The backbone's input")
+    return tree.with_leaves(
+        [
+            to_meta_leaf(leaf).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in tree.leaves
+        ]
+    ).value()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _differentiate(output: Tree, inputs: Sequence[Tensor]) -> None:
+    roots = [t for t in output.tensors() if t.requires_grad]
+    wanting = [t for t in inputs if t.requires_grad]
+    torch.autograd.grad(roots, wanting, list(map(torch.ones_like, roots)), allow_unused=True)
+
+
 def _walk(
     layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any
-) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """Run layers on the meta device; yields each with its input and its output."""
-    tree = Tree.of(sample, "The backbone's input")
-    value = tree.with_leaves([to_meta_leaf(leaf) for leaf in tree.leaves]).value()
-    generator_state = torch.get_rng_state()
-    try:
-        for index, layer in enumerate(layers):
-            output = run_layer_on_meta(layer, run_layer, index, value)
-            yield layer, value, output
-            value = output
-    finally:
-        torch.set_rng_state(generator_state)
+) -> Iterator[tuple[nn.Module, Any]]:
+    """Run layers on the meta device; yields each with its input."""
+    value = _on_meta(sample)
+    for index, layer in enumerate(layers):
+        yield layer, value
+        with torch.no_grad():
+            value = run_layer_on_meta(layer, run_layer, index, value)

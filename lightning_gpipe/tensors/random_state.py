@@ -1,0 +1,96 @@
+"""The random generators that code draws from without naming one: saved, put back, seeded."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The state of torch's generators, Python's and NumPy's.
+
+    Args:
+        host: torch's on the host.
+        device: torch's on the device; None where that is the host.
+        python: That of the module ``random``.
+        numpy: That of ``numpy.random``; None where nobody has imported NumPy.
+    """
+
+    host: Tensor
+    device: Tensor | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def current(cls, device: torch.device) -> RandomState:
+        """The state now.
+
+        Args:
+            device: Where layers compute.
+        """
+        numpy = _numpy()
+        return cls(
+            torch.get_rng_state(),
+            None if device.type == "cpu" else _module(device).get_rng_state(*_place(device)),
+            random.getstate(),
+            numpy.random.get_state() if numpy else None,
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Put the state back."""
+        torch.set_rng_state(self.host)
+        if self.device is not None and device.type != "cpu":
+            _module(device).set_rng_state(self.device, *_place(device))
+        random.setstate(self.python)
+        numpy = _numpy()
+        if self.numpy is not None and numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[RandomState]:
+    """Put the state back at the end, whatever was drawn; gives the state at the beginning."""
+    state = RandomState.current(device)
+    try:
+        yield state
+    finally:
+        state.restore(device)
+
+
+def seed_torch(device: torch.device, seed: int) -> None:
+    """Seed torch's generators on the host and on one device.
+
+    ``torch.manual_seed`` takes a hundred times as long: it goes through all devices.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cpu":
+        return
+    module = _module(device)
+    generators = getattr(module, "default_generators", None)
+    if generators:
+        generators[device.index or 0].manual_seed(seed)
+    else:  # a kind with one device
+        module.manual_seed(seed)
+
+
+def _module(device: torch.device) -> Any:
+    """torch.cuda, torch.xpu, torch.mps and so on."""
+    return torch.get_device_module(device)
+
+
+def _place(device: torch.device) -> tuple[torch.device, ...]:
+    """What a device module's functions want to know: of MPS there is one."""
+    return () if device.type == "mps" else (device,)
+
+
+def _numpy() -> Any:
+    """NumPy, if anybody has imported it."""
+    return sys.modules.get("numpy")
