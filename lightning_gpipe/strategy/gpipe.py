@@ -57,8 +57,9 @@ class GPipeStrategy(PipelineState):
         stages: K, the number of stages. ``"auto"``: the processes of one node.
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
-            counted without computing them; frozen layers count what their backward computes), by ``"params"``, by an explicit list of layers per stage, or by
-            a function of a layer and its input (tensors on the meta device) that returns its cost.
+            counted without computing them; frozen layers count what their backward computes), by
+            ``"params"``, by an explicit list of layers per stage, or by a function of a layer and
+            its input (tensors on the meta device) that returns its cost.
         checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
             but the last, whose backward comes first, ``"never"`` none.
         deferred_batch_norm: Whether running statistics of batch norm move once per mini-batch, as
