@@ -1,13 +1,13 @@
-"""The layers of this rank, and what a micro-batch does in them: forward, recompute, backward."""
+"""The layers of one stage, and what a micro-batch does in them: forward, recompute, backward."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,83 +15,40 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
-from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.tensors import strides
+from lightning_gpipe.tensors.random_state import seed_torch
 from lightning_gpipe.tensors.tree import Tree
 
+Gradients: TypeAlias = Sequence[Tensor | None]
 
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """What a recompute must restore to draw the same random numbers and to round the same way.
 
-    Args:
-        key: Numbers that are the same on every stage and for every number of stages, and differ
-            between calls.
-        autocast: For each device type whether autocast is on, and its type.
-        autocast_cache: Whether autocast keeps its casts.
-        modes: Which of the stage's modules were in training.
-        run_layer: How layers are run.
-        default_dtype: The type of new tensors; Lightning's precision sets it for the step alone.
-    """
+@dataclass(slots=True)
+class _Catch:
+    """Where the gradient of a micro-batch's input goes when it arises."""
 
-    key: tuple[int, ...]
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
-    modes: tuple[bool, ...]
-    run_layer: RunLayer
-    default_dtype: torch.dtype
-
-    @classmethod
-    def current(
-        cls,
-        key: tuple[int, ...],
-        device: torch.device,
-        modes: tuple[bool, ...],
-        run_layer: RunLayer,
-    ) -> ForwardContext:
-        """The setting of the running step."""
-        autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", device.type))
-        )
-        cache = torch.is_autocast_cache_enabled()
-        return cls(key, autocast, cache, modes, run_layer, torch.get_default_dtype())
-
-    @contextmanager
-    def restore_precision(self) -> Iterator[None]:
-        """Autocast and the default type as they were in the forward."""
-        with ExitStack() as stack:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self.default_dtype)
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(
-                    torch.autocast(
-                        kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache
-                    )
-                )
-            yield
+    take: Callable[[Gradients], None] | None = None
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One micro-batch on this stage, between its forward and its backward.
+    """One micro-batch on a stage, between its forward and its backward.
 
     Args:
-        output_requires_grad: For each output leaf whether it wants a gradient.
-        input_requires_grad: The same for the input.
+        input_requires_grad: For each input leaf whether it wants a gradient.
+        output_requires_grad: The same for the output.
         stored: The input, kept for a recompute.
         versions: The versions of its tensors: they must not be changed before that.
         roots: Where the backward of each output leaf that wants a gradient begins.
-        input_gradients: Filled by the backward: a gradient or None for each input leaf that wants
-            one.
+        catch: Where the input's gradient goes.
     """
 
-    output_requires_grad: list[bool]
     input_requires_grad: list[bool]
+    output_requires_grad: list[bool] = field(default_factory=list)
     stored: Tree | None = None
     versions: list[int] = field(default_factory=list)
     roots: list[GradientEdge] | None = None
-    input_gradients: list[Tensor | None] = field(default_factory=list)
+    catch: _Catch = field(default_factory=_Catch)
 
     @property
     def needs_backward(self) -> bool:
@@ -99,8 +56,26 @@ class MicroBatch:
         return any(self.output_requires_grad)
 
 
+@dataclass(slots=True)
+class StageCall:
+    """One call of the backbone on a stage.
+
+    Args:
+        context: What surrounds the forward.
+        modes: Which of the stage's modules were in training.
+        micro_batches: Those that were forwarded, until nothing is needed of them any more.
+        parameter_versions: Counters that move when a parameter is changed in place, as the forward
+            left them.
+    """
+
+    context: ForwardContext
+    modes: tuple[bool, ...]
+    micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
+    parameter_versions: list[int] = field(default_factory=list)
+
+
 class Stage:
-    """Runs the layers of one rank.
+    """Runs the layers of one stage.
 
     Layers draw their random numbers from a generator that is seeded for (call, micro-batch, layer),
     so that they are the same for every number of stages and again in the recompute. Python's and
@@ -118,25 +93,43 @@ class Stage:
         layers: Mapping[int, nn.Module],
         device: torch.device,
         deferred_batch_norm: bool,
-        across: ObjectChannel,
+        across: ObjectChannel | None,
     ) -> None:
-        self.layers = dict(layers)
+        self._layers = dict(layers)
         self.device = device
         unique = {
-            id(module): module for layer in self.layers.values() for module in layer.modules()
+            id(module): module for layer in self._layers.values() for module in layer.modules()
         }
-        self.batch_norm = DeferredBatchNorm(unique.values(), deferred_batch_norm, across)
-        self._parameters = [p for layer in self.layers.values() for p in layer.parameters()]
         self._modules = list(unique.values())
+        self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
+        self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
+
+    def close(self) -> None:
+        """Let go of the layers."""
+        self._batch_norm.remove()
+
+    def begin(self, context: ForwardContext, sizes: Sequence[int]) -> StageCall:
+        """Begin a call of the backbone; collective over the replicas where SyncBatchNorm trains.
+
+        Args:
+            context: What surrounds the forward; must be in force.
+            sizes: Samples in each micro-batch.
+        """
+        self._batch_norm.begin(sizes)
+        return StageCall(context, self._modes())
+
+    def end_forward(self, call: StageCall) -> None:
+        """End the forward part of a call, once all its micro-batches are forwarded."""
+        call.parameter_versions = self._parameter_versions()
+        self._batch_norm.finish()
+
+    def has_changed(self, call: StageCall) -> bool:
+        """Whether a parameter was changed since the forward part of a call."""
+        return call.parameter_versions != self._parameter_versions()
 
     def forward(
-        self,
-        m: int,
-        inputs: Tree,
-        requires_grad: list[bool],
-        keep_graph: bool,
-        setting: ForwardContext,
-    ) -> tuple[Tree, MicroBatch]:
+        self, call: StageCall, m: int, inputs: Tree, requires_grad: list[bool], keep_graph: bool
+    ) -> Tree:
         """Run a micro-batch forward.
 
         With gradients enabled this always builds the graph, so that a layer takes the same kernels
@@ -144,49 +137,46 @@ class Stage:
         isn't kept, it saves no activations.
 
         Args:
+            call: The call of the backbone; gets the record that :meth:`recompute` and
+                :meth:`backward` need.
             m: The micro-batch.
             inputs: Tensors ``[n, …]`` without a graph. They stay as they are, even if the first
                 layer works in place.
             requires_grad: For each input leaf whether it wants a gradient.
             keep_graph: Whether the activations are kept; otherwise the input is.
-            setting: The step's setting; must be in force.
 
         Returns:
-            The output, without a graph, and the record that :meth:`recompute` and :meth:`backward`
-            need.
+            The output, without a graph.
         """
-        if not torch.is_grad_enabled():
-            with self.batch_norm.micro_batch(recompute=False):
-                copies = inputs.with_leaves(list(map(_copied, inputs.leaves)))
-                outputs = self._run(m, copies, setting)
-            return outputs.detached(), MicroBatch([False] * len(outputs.leaves), requires_grad)
-        record = MicroBatch([], requires_grad)
+        record = call.micro_batches[m] = MicroBatch(requires_grad)
         with ExitStack() as stack:
-            if not keep_graph:
-                stack.enter_context(saved_tensors_hooks(_drop, _dropped))
-            stack.enter_context(self.batch_norm.micro_batch(recompute=False))
-            outputs = self._run(m, _entered(inputs, record), setting)
+            entered = _copied(inputs)
+            if torch.is_grad_enabled():
+                if not keep_graph:
+                    stack.enter_context(saved_tensors_hooks(_drop, _dropped))
+                entered = _entered(inputs, record)
+            stack.enter_context(self._batch_norm.micro_batch(recompute=False))
+            outputs = self._run(m, entered, call.context)
         record.output_requires_grad = [
-            isinstance(t, Tensor) and t.requires_grad for t in outputs.leaves
+            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+            for t in outputs.leaves
         ]
         if record.needs_backward:
             if keep_graph:
                 record.roots = _roots(outputs)
             else:
                 record.stored, record.versions = inputs, _versions(inputs)
-        return outputs.detached(), record
+        return outputs.detached()
 
-    def recompute(
-        self, m: int, record: MicroBatch, setting: ForwardContext, keep_input: bool
-    ) -> None:
+    def recompute(self, call: StageCall, m: int, keep_input: bool) -> None:
         """Run a micro-batch forward again, keeping its activations, where a gradient is wanted.
 
         Args:
+            call: The call of the backbone.
             m: The micro-batch.
-            record: What :meth:`forward` returned.
-            setting: The forward's setting, restored here.
             keep_input: Whether the input is needed once more, for a second backward.
         """
+        record = call.micro_batches[m]
         if record.stored is None:
             return
         if record.versions != _versions(record.stored):
@@ -196,39 +186,42 @@ class Stage:
             )
         with (
             torch.enable_grad(),
-            setting.restore_precision(),
-            self._as_in(setting),
-            self.batch_norm.micro_batch(True),
+            call.context.restored(),
+            self._as_in(call),
+            self._batch_norm.micro_batch(recompute=True),
         ):
             inputs = _entered(record.stored, record)
             if not keep_input:
                 record.stored = None
-            record.roots = _roots(self._run(m, inputs, setting))
+            record.roots = _roots(self._run(m, inputs, call.context))
 
     def backward(
         self,
-        record: MicroBatch,
-        gradients: Sequence[Tensor | None],
+        call: StageCall,
+        m: int,
+        gradients: Gradients,
         retain: bool,
+        hand_on: Callable[[Gradients], None],
         also: Tensor | None = None,
-    ) -> list[Tensor | None]:
+    ) -> None:
         """Run a micro-batch backward, adding to the parameters' gradients.
 
         Args:
-            record: What :meth:`forward` returned.
+            call: The call of the backbone.
+            m: The micro-batch.
             gradients: The gradient of each output leaf that wants one; None where the loss doesn't
                 reach it.
             retain: Whether the graph is needed once more.
+            hand_on: Takes the gradient of each input leaf that wants one, with the strides that
+                autograd gave it; not called where none does.
             also: A scalar to run the same backward from.
-
-        Returns:
-            The gradient of each input leaf that wants one, with the strides that autograd gave it.
         """
-        roots, wanted = record.roots or [], sum(record.input_requires_grad)
-        record.input_gradients[:] = [None] * wanted
+        record = call.micro_batches[m]
+        caught: list[Gradients] = []
+        record.catch.take = caught.append
         pairs = [
             (root, gradient)
-            for root, gradient in zip(roots, gradients, strict=True)
+            for root, gradient in zip(record.roots or [], gradients, strict=True)
             if gradient is not None
         ]
         if also is not None:
@@ -238,36 +231,22 @@ class Stage:
         if pairs:
             edges, given = zip(*pairs, strict=True)
             torch.autograd.backward(edges, given, retain_graph=retain and record.stored is None)
-        input_gradients = list(record.input_gradients)
-        record.input_gradients.clear()
-        return input_gradients
+        wanted = sum(record.input_requires_grad)
+        if wanted:
+            hand_on(caught[0] if caught else [None] * wanted)
 
-    def modes(self) -> tuple[bool, ...]:
-        """Which of the stage's modules are in training."""
+    def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)
 
-    def parameter_versions(self) -> list[int]:
-        """Counters that move when a parameter is changed in place."""
+    def _parameter_versions(self) -> list[int]:
         return [p._version for p in self._parameters]
 
-    @contextmanager
-    def random_state(self) -> Iterator[None]:
-        """Put the generators back at the end: the code around sees one stream on every stage."""
-        host = torch.get_rng_state()
-        device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        try:
-            yield
-        finally:
-            torch.set_rng_state(host)
-            if device is not None:
-                torch.cuda.set_rng_state(device, self.device)
-
-    def _run(self, m: int, inputs: Tree, setting: ForwardContext) -> Tree:
+    def _run(self, m: int, inputs: Tree, context: ForwardContext) -> Tree:
         value: Any = inputs.value()
-        for index, layer in self.layers.items():
-            self._seed(*setting.key, m, index)
+        for index, layer in self._layers.items():
+            seed_torch(self.device, _seed_of(*context.key, m, index))
             try:
-                value = setting.run_layer(index, layer, value)
+                value = context.run_layer(index, layer, value)
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(
@@ -275,25 +254,18 @@ class Stage:
                         f" {m}."
                     )
                 raise
-        return Tree.of(value, f"The output of layer {next(reversed(self.layers))} of the backbone")
-
-    def _seed(self, *key: int) -> None:
-        digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        return Tree.of(value, f"The output of layer {next(reversed(self._layers))} of the backbone")
 
     @contextmanager
-    def _as_in(self, setting: ForwardContext) -> Iterator[None]:
+    def _as_in(self, call: StageCall) -> Iterator[None]:
         """Put the modules in the modes of the forward, on copies of the buffers that they may move.
 
         Floating-point buffers and small ones are copied whether they moved or not: a fused kernel,
         such as batch norm's, moves them without a trace.
         """
-        modes = self.modes()
+        modes = self._modes()
         kept = [(m, dict(m._buffers)) for m in self._modules]
-        for (module, buffers), training in zip(kept, setting.modes, strict=True):
+        for (module, buffers), training in zip(kept, call.modes, strict=True):
             module.training = training
             if training:
                 module._buffers.update(
@@ -320,32 +292,36 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sink: list[Tensor | None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.sink = sink
+    def forward(ctx: Any, catch: _Catch, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.catch = catch
         ctx.set_materialize_grads(False)
         return tuple(map(strides.copy, inputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.sink[:] = gradients
+        ctx.catch.take(gradients)
         return (None,) * (1 + len(gradients))
 
 
 def _entered(inputs: Tree, record: MicroBatch) -> Tree:
     """The input as the layers get it: copies, with a graph where a gradient is wanted."""
     flags = record.input_requires_grad
-    leaves = [t if wants else _copied(t) for t, wants in zip(inputs.leaves, flags, strict=True)]
+    leaves = [
+        t if wants else _copied_leaf(t) for t, wants in zip(inputs.leaves, flags, strict=True)
+    ]
     wanted = [i for i, wants in enumerate(flags) if wants]
     if wanted:
-        heads = _Entry.apply(
-            record.input_gradients, *(leaves[i].detach().requires_grad_() for i in wanted)
-        )
+        heads = _Entry.apply(record.catch, *(leaves[i].detach().requires_grad_() for i in wanted))
         for i, head in zip(wanted, heads, strict=True):
             leaves[i] = head
     return inputs.with_leaves(leaves)
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(inputs: Tree) -> Tree:
+    return inputs.with_leaves(list(map(_copied_leaf, inputs.leaves)))
+
+
+def _copied_leaf(leaf: Any) -> Any:
     return strides.copy(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -357,6 +333,12 @@ def _versions(tree: Tree) -> list[int]:
 def _roots(outputs: Tree) -> list[GradientEdge]:
     """Where the backward begins. The outputs themselves needn't be kept for it."""
     return [get_gradient_edge(t) for t in outputs.tensors() if t.requires_grad]
+
+
+def _seed_of(*key: int) -> int:
+    """A seed that depends on all numbers of a key."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _drop(tensor: Tensor) -> None:

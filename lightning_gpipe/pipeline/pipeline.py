@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.engine.whole_batch import Engine
+from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
 from lightning_gpipe.gradients.shared import SharedParameters
@@ -81,7 +81,7 @@ class Pipeline:
     surroundings: Surroundings
     partition: Partition
     tensors: StageTensors
-    engine: Engine
+    engine: WholeBatch
     data_parallel: DataParallel
     shared: SharedParameters
     consistency: ConsistencyCheck

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.engine.stage import Stage
-from lightning_gpipe.engine.whole_batch import Engine
+from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.shared import SharedParameters
@@ -165,7 +165,7 @@ class Uncut:
             around,
             partition,
             tensors,
-            Engine(stage, groups, around.chunks, settings.checkpoint, self.seed),
+            WholeBatch(stage, groups, around.chunks, settings.checkpoint, self.seed),
             DataParallel(placement.own, groups, options),
             SharedParameters(
                 placement.replicated, placement.own, groups, options.broadcast_buffers

@@ -1,12 +1,14 @@
 """What a stage can do with a micro-batch, and programs of it: plain data.
 
-A *schedule* is one program per stage, a program a sequence of actions. The engine runs the program
-of its stage; the validator, the grid printer and the simulator read the same data. This room knows
+A rank runs one or more *stages*. Its *program* is a sequence of actions; a *schedule* is the
+programs of all ranks, with the placement of the stages on them. The executor runs the program of
+its rank; the validator, the grid printer and the simulator read the same data. This room knows
 nothing of tensors.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -20,37 +22,55 @@ CHECKPOINT_MODES: tuple[Checkpoint, ...] = get_args(Checkpoint)
 
 
 class Action(NamedTuple):
-    """One thing a stage does with one micro-batch.
+    """One thing that a stage does with one micro-batch.
 
     Args:
+        stage: Index of the stage, from 0.
         op: ``F`` forward; ``R`` re-materialize, that is run the forward again from the kept input,
             this time keeping its activations; ``B`` backward.
         micro_batch: Index of the micro-batch, from 0.
     """
 
+    stage: int
     op: Op
     micro_batch: int
 
     def __repr__(self) -> str:
-        return f"{self.op}{self.micro_batch}"
+        return f"{self.stage}{self.op}{self.micro_batch}"
 
 
 Program: TypeAlias = tuple[Action, ...]
 
 
-Schedule: TypeAlias = tuple[Program, ...]
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What every rank does.
+
+    Args:
+        programs: The program of each rank.
+        placement: For each stage the rank that runs it. Stages in order may stand on any ranks.
+    """
+
+    programs: tuple[Program, ...]
+    placement: tuple[int, ...]
+
+    def invalid(self, problem: str) -> ValueError:
+        """The error that says what is wrong, with all programs."""
+        programs = "\n".join(
+            f"  rank {rank}: {' '.join(map(repr, program))}"
+            for rank, program in enumerate(self.programs)
+        )
+        return ValueError(f"Invalid schedule: {problem}.\n{programs}")
 
 
 @lru_cache(maxsize=256)
-def kept_graphs(program: Program) -> frozenset[int]:
-    """The micro-batches whose forward keeps its activations for the backward."""
-    recomputed = {m for op, m in program if op == "R"}
-    return frozenset(m for op, m in program if op == "B" and m not in recomputed)
+def kept_graphs(program: Program) -> frozenset[tuple[int, int]]:
+    """The (stage, micro-batch) pairs whose forward keeps its activations for the backward."""
+    recomputed = {(stage, m) for stage, op, m in program if op == "R"}
+    return frozenset({(stage, m) for stage, op, m in program if op == "B"} - recomputed)
 
 
-def invalid(schedule: Schedule, problem: str) -> ValueError:
-    """The error that says what is wrong with a schedule, with all programs."""
-    programs = "\n".join(
-        f"  stage {k}: {' '.join(map(repr, program))}" for k, program in enumerate(schedule)
-    )
-    return ValueError(f"Invalid schedule: {problem}.\n{programs}")
+def upstream_of(action: Action) -> Action | None:
+    """The action of a neighbouring stage whose result an action needs, if there is such a stage."""
+    step = {"F": -1, "B": 1, "R": None}[action.op]
+    return None if step is None else action._replace(stage=action.stage + step)

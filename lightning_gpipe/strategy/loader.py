@@ -7,14 +7,12 @@ stages disagree, and a user's mixup on the batch draws the same numbers everywhe
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
 from lightning_gpipe.comm.messages import ObjectChannel, RemoteError
 from lightning_gpipe.strategy import _lightning
+from lightning_gpipe.tensors.random_state import RandomState
 
 
 class PipelineLoader:
@@ -49,13 +47,13 @@ class PipelineLoader:
             if seen is not None:
                 seen.extend(indices)
             if what == "end":
-                _set_generators(generators)
+                generators.restore(control.device)
                 return
             if what == "error":
                 raise RemoteError(
                     f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}"
                 )
-            _set_generators(generators)
+            generators.restore(control.device)
             yield value
 
     def __len__(self) -> int:
@@ -87,46 +85,17 @@ class PipelineLoader:
                     break
                 indices = (self._seen or [])[sent:]
                 sent += len(indices)
-                control.broadcast("batch", ("batch", batch, indices, _generators()), source=0)
+                generators = RandomState.current(control.device)
+                control.broadcast("batch", ("batch", batch, indices, generators), source=0)
                 yield batch
         except Exception as error:
             control.broadcast(
                 "batch", ("error", f"{type(error).__name__}: {error}", [], None), source=0
             )
             raise
-        control.broadcast("batch", ("end", None, [], _generators()), source=0)
+        end: tuple[Any, ...] = ("end", None, [], RandomState.current(control.device))
+        control.broadcast("batch", end, source=0)
 
 
 def _itself(loader: Iterable[Any]) -> Iterable[Any]:
     return loader
-
-
-def _generators() -> tuple[Any, ...]:
-    """State of the generators that user code draws from."""
-    numpy = _numpy()
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return (
-        torch.get_rng_state(),
-        device,
-        random.getstate(),
-        numpy.random.get_state() if numpy else None,
-    )
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    host, device, python, array = states
-    torch.set_rng_state(host)
-    if device is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(device)
-    random.setstate(python)
-    numpy = _numpy()
-    if array is not None and numpy is not None:
-        numpy.random.set_state(array)
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy

@@ -1,0 +1,240 @@
+"""Runs a rank's program: any actions in any order, over the stages that the rank holds.
+
+An action takes its input from where its stage is linked to, and hands its result on. What a stage
+is linked to, another rank, another stage of this rank, or the user's step at the first and the last
+stage, looks alike from here: a :class:`Source` or a :class:`Sink`. So a step mode brings a program
+and the two ends of a mini-batch; everything between them happens here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.stage import Stage, StageCall
+from lightning_gpipe.schedule.actions import Action, Program, kept_graphs
+from lightning_gpipe.tensors.random_state import preserved
+from lightning_gpipe.tensors.tree import Tree
+
+BeforeLast: TypeAlias = Callable[[], Tensor | None]
+
+
+class Source(Protocol):
+    """Where activations or gradients come from."""
+
+    def expect(self, order: Iterable[int], training: bool) -> None:
+        """Announce which micro-batches will be taken next, in this order."""
+
+    def take(self, m: int) -> tuple[Tree, list[bool]]:
+        """A micro-batch's tensors, and for each leaf whether it wants a gradient."""
+
+
+class Sink(Protocol):
+    """Where activations or gradients go."""
+
+    def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
+        """Hand on a micro-batch's tensors, and for each leaf whether it wants a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a stage is linked to; None at the ends of the pipeline, where the mini-batch is.
+
+    Args:
+        activations_in: Feeds its forwards.
+        activations_out: Takes their results.
+        gradients_in: Feeds its backwards.
+        gradients_out: Takes their results.
+    """
+
+    activations_in: Source | None = None
+    activations_out: Sink | None = None
+    gradients_in: Source | None = None
+    gradients_out: Sink | None = None
+
+
+class InputSide(Source, Sink, Protocol):
+    """The end of a mini-batch at the first stage: gives its input, takes the input's gradient."""
+
+
+class OutputSide(Source, Sink, Protocol):
+    """The end of a mini-batch at the last stage: takes its output, gives the output's gradient."""
+
+
+@dataclass(slots=True)
+class Local:
+    """A link between two stages of one rank."""
+
+    _held: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
+
+    def expect(self, order: Iterable[int], training: bool) -> None:
+        """Do nothing: what is taken is here already."""
+
+    def take(self, m: int) -> tuple[Tree, list[bool]]:
+        """See :meth:`Source.take`."""
+        return self._held.pop(m)
+
+    def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
+        """See :meth:`Sink.send`."""
+        self._held[m] = tree, list(requires_grad)
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """One mini-batch on this rank, from its first action to its last.
+
+    Args:
+        kept: The (stage, micro-batch) pairs whose forward keeps its activations.
+        input_side: What feeds F on the first stage, and takes the input's gradient of its B.
+        output_side: What takes F's output on the last stage, and feeds its B.
+        calls: What each stage of this rank knows of it.
+    """
+
+    kept: frozenset[tuple[int, int]]
+    input_side: InputSide
+    output_side: OutputSide
+    calls: dict[int, StageCall]
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing is left of its forwards."""
+        return not any(call.micro_batches for call in self.calls.values())
+
+
+class Executor:
+    """Runs actions over the stages of one rank.
+
+    Args:
+        stages: The stages of this rank by their index.
+        links: What each of them is linked to.
+        device: Where they are.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], links: Mapping[int, Links], device: torch.device
+    ) -> None:
+        self._stages = dict(stages)
+        self._links = dict(links)
+        self._device = device
+
+    def close(self) -> None:
+        """Let go of the layers."""
+        for stage in self._stages.values():
+            stage.close()
+
+    def begin(
+        self,
+        program: Program,
+        context: ForwardContext,
+        sizes: Sequence[int],
+        input_side: InputSide,
+        output_side: OutputSide,
+    ) -> MiniBatch:
+        """Begin a mini-batch; collective over the replicas where SyncBatchNorm trains.
+
+        Args:
+            program: All that this rank will do with it.
+            context: What surrounds the forwards; must be in force.
+            sizes: Samples in each micro-batch.
+            input_side: The mini-batch at the first stage.
+            output_side: The mini-batch at the last stage.
+        """
+        calls = {index: stage.begin(context, sizes) for index, stage in self._stages.items()}
+        return MiniBatch(kept_graphs(program), input_side, output_side, calls)
+
+    def end_forward(self, batch: MiniBatch) -> None:
+        """Tell that all micro-batches of a mini-batch are forwarded."""
+        for index, stage in self._stages.items():
+            stage.end_forward(batch.calls[index])
+
+    def changed_stage(self, batch: MiniBatch) -> int | None:
+        """A stage of which a parameter was changed since the forwards."""
+        changed = (i for i, stage in self._stages.items() if stage.has_changed(batch.calls[i]))
+        return next(changed, None)
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        batch: MiniBatch,
+        retain: bool = False,
+        before_last: BeforeLast | None = None,
+    ) -> None:
+        """Run actions of a mini-batch, one after another.
+
+        Args:
+            actions: A part of the program with which the mini-batch began.
+            batch: The mini-batch.
+            retain: Whether its graphs are needed once more.
+            before_last: Called before the last action; may return a scalar to run its backward from
+                as well.
+        """
+        for action in actions:
+            if action.op == "F":
+                self._activations_in(action, batch).expect(
+                    [action.micro_batch], torch.is_grad_enabled()
+                )
+        waiting = deque(action for action in actions if action.op == "B")
+        self._expect_gradients(waiting, batch)
+        with preserved(self._device):
+            for position, action in enumerate(actions):
+                stage, m = self._stages[action.stage], action.micro_batch
+                match action.op:
+                    case "F":
+                        self._forward(action, batch)
+                        self._expect_gradients(waiting, batch)
+                    case "R":
+                        stage.recompute(batch.calls[action.stage], m, keep_input=retain)
+                    case "B":
+                        is_last = before_last is not None and position == len(actions) - 1
+                        also = before_last() if before_last is not None and is_last else None
+                        self._backward(action, batch, retain, also)
+
+    def _forward(self, action: Action, batch: MiniBatch) -> None:
+        index, _, m = action
+        call = batch.calls[index]
+        inputs, flags = self._activations_in(action, batch).take(m)
+        keep = (index, m) in batch.kept
+        outputs = self._stages[index].forward(call, m, inputs, flags, keep)
+        sink = self._links[index].activations_out or batch.output_side
+        flags = call.micro_batches[m].output_requires_grad
+        sink.send(m, outputs, flags, torch.is_grad_enabled())
+
+    def _backward(
+        self, action: Action, batch: MiniBatch, retain: bool, also: Tensor | None
+    ) -> None:
+        index, _, m = action
+        call, sink = batch.calls[index], self._links[index].gradients_out or batch.input_side
+
+        def hand_on(gradients: Sequence[Tensor | None]) -> None:
+            tree = Tree.of(list(gradients), "A gradient")
+            sink.send(m, tree, [False] * len(gradients), training=True)
+
+        gradients: Sequence[Tensor | None] = []
+        if call.micro_batches[m].needs_backward:
+            gradients = self._gradients_in(action, batch).take(m)[0].leaves
+        self._stages[index].backward(call, m, gradients, retain, hand_on, also)
+        if not retain:
+            del call.micro_batches[m]
+
+    def _expect_gradients(self, waiting: deque[Action], batch: MiniBatch) -> None:
+        """Announce the backwards of which it is known whether they get a gradient."""
+        while waiting:
+            action = waiting[0]
+            record = batch.calls[action.stage].micro_batches.get(action.micro_batch)
+            if record is None:
+                return
+            if record.needs_backward:
+                self._gradients_in(action, batch).expect([action.micro_batch], training=True)
+            waiting.popleft()
+
+    def _activations_in(self, action: Action, batch: MiniBatch) -> Source:
+        return self._links[action.stage].activations_in or batch.input_side
+
+    def _gradients_in(self, action: Action, batch: MiniBatch) -> Source:
+        return self._links[action.stage].gradients_in or batch.output_side

@@ -1,0 +1,144 @@
+"""Leads the backward of every stage through the same calls of the backbone, in the same order.
+
+The last stage alone has the graph behind the backbone's output, so it alone knows which calls a
+loss reaches. It tells the others, and they differentiate a loss whose graph leads to just these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.engine.autograd import (
+    CallNode,
+    CatchGradients,
+    ExitNode,
+    RunBackward,
+    SteerNode,
+    calls_behind,
+)
+
+
+class Steering:
+    """The calls of the backbone in autograd's graph of one rank.
+
+    Args:
+        groups: The process groups.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._tokens: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._announced: deque[int] = deque()
+        self._is_first = True
+        self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the running backward has reached all calls that it will."""
+        return not self._announced
+
+    def join(
+        self,
+        number: int,
+        inputs: Sequence[Tensor],
+        outputs: list[Tensor],
+        run_backward: RunBackward,
+        catch: CatchGradients,
+    ) -> tuple[Tensor, ...]:
+        """Make a call a part of the user's graph.
+
+        Args:
+            number: Counts the calls; the same on every stage.
+            inputs: The tensors of its input.
+            outputs: Those of its output that want a gradient, without a graph.
+            run_backward: Runs the backward and returns the gradients of the inputs that want one,
+                on the first stage; on others nothing.
+            catch: Gets the outputs' gradients before that.
+
+        Returns:
+            The outputs, with a graph.
+        """
+        if self._groups.is_first:
+            sources = [tensor for tensor in inputs if tensor.requires_grad]
+        else:  # the input's gradient arises on the first stage; only the order matters here
+            behind = sorted(calls_behind(inputs))
+            sources = [self._tokens[n] for n in behind if n in self._tokens]
+        token: Tensor = CallNode.apply(number, run_backward, self._anchor, *sources)
+        self._tokens[number] = token
+        joined: tuple[Tensor, ...] = ExitNode.apply(catch, token, outputs)
+        return joined
+
+    def steer(self, loss: Tensor) -> Tensor:
+        """Prepare a backward. Collective over the pipeline.
+
+        Args:
+            loss: The user's loss, a scalar, the same on every stage.
+
+        Returns:
+            What to call ``backward`` on: on the last stage the loss, on others its value with a
+            graph that leads to the same calls of the backbone.
+
+        Raises:
+            RuntimeError: If the loss wants no gradient.
+        """
+        groups = self._groups
+        numbers: list[int] | None = None
+        if groups.is_last:
+            numbers = sorted(calls_behind([loss]), reverse=True) if loss.requires_grad else None
+        numbers = groups.pipeline.broadcast("backward", numbers, source=groups.stages - 1)
+        if numbers is None:
+            raise RuntimeError(
+                "The loss wants no gradient: it depends neither on the backbone's output nor on any"
+                " parameter that requires one. Was it detached, or computed under torch.no_grad()?"
+            )
+        self._announced.extend(numbers)
+        self._is_first = True
+        if groups.is_last:
+            return loss
+        missing = [n for n in numbers if n not in self._tokens]
+        if missing:
+            raise RuntimeError(
+                f"The last stage differentiates call {missing[0]} of the backbone, of which stage"
+                f" {groups.stage} has dropped the output: the step must do the same on every"
+                " rank."
+            )
+        steered: Tensor = SteerNode.apply(
+            loss.detach(), self._anchor, *(self._tokens[n] for n in numbers)
+        )
+        return steered
+
+    def reach(self, number: int) -> bool:
+        """Note that the backward has reached a call.
+
+        Returns:
+            Whether it is the first one of this backward.
+
+        Raises:
+            RuntimeError: If it is not the one that comes next.
+        """
+        if not self._announced or self._announced[0] != number:
+            raise RuntimeError(
+                "A backward reached the backbone without the strategy knowing of it. In manual"
+                " optimization call self.manual_backward(loss), not loss.backward()."
+                " torch.autograd.grad through the backbone is not supported."
+            )
+        self._announced.popleft()
+        is_first, self._is_first = self._is_first, False
+        return is_first
+
+    def finish(self) -> None:
+        """Check that a backward reached all calls that :meth:`steer` announced."""
+        if self._announced:
+            left = list(self._announced)
+            self._announced.clear()
+            raise RuntimeError(
+                f"The backward did not reach calls {left} of the backbone on stage"
+                f" {self._groups.stage}: a LightningModule.backward override must call"
+                " loss.backward(*args, **kwargs) on the loss that it gets."
+            )

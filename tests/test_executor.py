@@ -1,0 +1,105 @@
+"""The executor runs any program, over as many stages as a rank holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.executor import Executor, Links, Local
+from lightning_gpipe.engine.sides import BatchInput, BatchOutput
+from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.model.run_layer import run_layer
+from lightning_gpipe.schedule.actions import Action, Program
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.simulate import simulate
+from lightning_gpipe.tensors.microbatch import Split
+from lightning_gpipe.tensors.tree import Tree
+from tests.test_schedule import INTERLEAVED
+
+HOST = torch.device("cpu")
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5))
+
+
+class EachByItself(BatchOutput):
+    """The loss of every micro-batch by itself, so that its backward needs no other's forward."""
+
+    def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
+        super().send(m, tree, requires_grad, training)
+        self._flags.append(list(requires_grad))
+        self._rows[m] = [2 * tree.leaves[0]]
+
+
+def gradients_of(layers: nn.Sequential, x: Tensor, program: Program) -> list[Tensor]:
+    """Gradients of the sum of squares, by a program of four stages on one rank."""
+    layers = copy.deepcopy(layers)
+    stages = {i: Stage({i: layers[i]}, HOST, True, None) for i in range(4)}
+    downs, ups = [Local() for _ in range(3)], [Local() for _ in range(3)]
+    links = {
+        i: Links(
+            downs[i - 1] if i > 0 else None,
+            downs[i] if i < 3 else None,
+            ups[i] if i < 3 else None,
+            ups[i - 1] if i > 0 else None,
+        )
+        for i in range(4)
+    }
+    executor = Executor(stages, links, HOST)
+    batch = Tree.of(x, "The input")
+    split = Split.plan(batch, 4)
+    source = BatchInput(batch, split, is_here=True)
+    mini_batch = executor.begin(
+        program,
+        ForwardContext.current((1, 2), HOST, run_layer),
+        split.sizes,
+        source,
+        EachByItself(split),
+    )
+    executor.run(program, mini_batch)
+    assert mini_batch.is_released
+    (gradient,) = source.gradients()
+    assert gradient is not None
+    return [gradient, *(p.grad for p in layers.parameters() if p.grad is not None)]
+
+
+def in_one_program(checkpoint: bool) -> Program:
+    """The interleaved programs of two ranks, in the order of time."""
+    program: list[Action] = []
+    for span in sorted(simulate(INTERLEAVED).spans, key=lambda span: span.end):
+        if span.action.op == "B" and checkpoint:
+            program.append(span.action._replace(op="R"))
+        program.append(span.action)
+    return tuple(program)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_an_interleaved_program_gives_the_gradients_of_fill_and_drain(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(layer() for _ in range(4))).double()
+    x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    state = torch.get_rng_state()
+    programs = fill_drain(4, 4, "always").programs
+    forwards = [action for program in programs for action in program if action.op == "F"]
+    backwards = [action for program in programs[::-1] for action in program if action.op != "F"]
+    expected = gradients_of(layers, x, (*forwards, *backwards))
+    found = gradients_of(layers, x, in_one_program(checkpoint))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert len(found) == 9
+    assert torch.equal(torch.get_rng_state(), state), "the code around sees one stream"
+
+
+def test_gradients_are_those_of_the_layers_called_as_written() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(layer() for _ in range(4))).double().eval()
+    x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    found = gradients_of(layers, x, in_one_program(checkpoint=True))
+    layers(x).square().sum().backward()
+    expected = [x.grad, *(p.grad for p in layers.parameters())]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
