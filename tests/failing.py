@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.failure import watchdog as failure
+from lightning_gpipe.failure.deadlines import Deadlines
 
 #: Where it may fail; the loader is read on the first stage alone.
 PLACES = ("layer", "step", "loader", "callback", "hook", "optimizer", "save")
@@ -112,11 +112,14 @@ class Callback(L.Callback):
             module.backbone(torch.zeros(4, 6))
 
 
+class Strategy(GPipeStrategy):
+    deadlines = Deadlines(stall_s=3.0)
+
+
 def run(where: str, rank: int, ranks: int, folder: str, start: Any = "popen") -> None:
     """Train until it fails."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     warnings.simplefilter("ignore")
-    failure.STALL_S = 3.0
     module = Failing(where, rank)
     callbacks: list[Any] = [Callback()]
     if where == "save":
@@ -124,7 +127,7 @@ def run(where: str, rank: int, ranks: int, folder: str, start: Any = "popen") ->
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=GPipeStrategy(4, balance="params", start_method=start),
+        strategy=Strategy(4, balance="params", start_method=start),
         max_steps=10**6,
         logger=False,
         enable_checkpointing=where == "save",

@@ -20,8 +20,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.failure import watchdog as failure
 from lightning_gpipe.strategy import launcher
 from tests import failing, models
 from tests.ranks import start_ranks
@@ -100,7 +98,6 @@ def test_a_signal_to_each_stage(where: str, message: str, tmp_path: Path) -> Non
 def uneven(stages: int) -> None:
     """Replicas with different numbers of batches: one stops, the other waits for its gradients."""
     warnings.simplefilter("ignore")
-    failure.STALL_S = 3.0
 
     class Uneven(models.Module):
         def train_dataloader(self) -> Any:
@@ -112,7 +109,7 @@ def uneven(stages: int) -> None:
         Uneven(),
         max_epochs=1,
         devices=2 * stages,
-        strategy=GPipeStrategy(2, stages=stages),
+        strategy=failing.Strategy(2, stages=stages),
         use_distributed_sampler=False,
     )
 
@@ -230,11 +227,10 @@ def test_a_forked_process_that_dies() -> None:
         assert f"[rank {rank}] Rank 2 (stage 2) failed: its process died" in screen
 
 
-def test_a_failed_child_is_not_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_child_is_not_seen_at_once() -> None:
     """Lightning kills all processes as soon as it sees one, before they can tell why."""
-    monkeypatch.setattr(launcher, "PATIENCE_S", 1.0)
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
-        child = launcher.PatientlySeen(process)
+        child = launcher.PatientlySeen(process, patience_s=1.0)
         process.wait()
         assert (child.poll(), child.returncode) == (None, None)
         time.sleep(1.1)

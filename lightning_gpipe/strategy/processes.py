@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
@@ -20,11 +23,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.failure.verdict import Failure
+from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.failure.deadlines import Deadlines
+from lightning_gpipe.failure.reason import Failure, Kind
+from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.plan.settings import Settings, check_choice
 from lightning_gpipe.strategy import _lightning
-from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
+from lightning_gpipe.strategy.launcher import (
+    MultiProcessingLauncher,
+    ScriptLauncher,
+    expecting_all,
+    wait_for_children,
+)
+from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
 from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue
 
 _T = TypeVar("_T")
@@ -58,6 +70,9 @@ class PipelineProcesses(ParallelStrategy):
         start_method: How processes start.
         options: Passed to ``ParallelStrategy``.
     """
+
+    #: How long each side of a failure is waited for.
+    deadlines = Deadlines()
 
     def __init__(
         self,
@@ -134,7 +149,11 @@ class PipelineProcesses(ParallelStrategy):
             raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                self.finish,
+                self.deadlines,
             )
         else:
             self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)
@@ -147,22 +166,32 @@ class PipelineProcesses(ParallelStrategy):
         self._check_world()
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
+        node = self.node_rank * self.num_processes
+        with expecting_all(node, self.deadlines.grace_s):
+            try:
+                self._meet(self.cluster_environment)
+            except RuntimeError as error:
+                raise (explain_connections(error) if self.num_nodes > 1 else error) from None
+        self._make_handlers()
+
+    def _meet(self, environment: ClusterEnvironment) -> None:
+        """Make the process groups and the watchdog. Collective over the world."""
         device = self.root_device
         backend = self._process_group_backend or _lightning.default_backend(device)
-        _lightning.init_distributed(
-            self.cluster_environment,
-            backend,
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
+        join_world(environment, backend, self._timeout, device)
         if self._watchdog is None and self.world_size > 1:
-            host = self.cluster_environment.main_address
-            place = self.global_rank, self.stages, self.world_size
-            on_cpu = device.type == "cpu"
-            self._watchdog = Watchdog(*place, host, self.broadcast, self._abort, on_cpu)
+            self._watchdog = Watchdog(
+                self.global_rank,
+                self.stages,
+                self.world_size,
+                environment.main_address,
+                self.broadcast,
+                self._abort,
+                device.type == "cpu",
+                self.deadlines,
+            )
         if self._groups is None:
             self._groups = Groups.connect(self.stages, backend, device, self._timeout)
-        self._make_handlers()
 
     def _make_handlers(self) -> None:
         """Make what takes the place of Lightning's signal handlers, and hears of errors first."""
@@ -192,9 +221,14 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tell every rank of an error, whatever it came from."""
-        self.report(exception)
+        failure = self.report(exception)
+        if failure is not None:
+            wait = partial(wait_for_children, self.deadlines.grace_s)
+            LastWord.install(exception, failure, self.global_rank, wait)
         if isinstance(exception, SIGTERMException):
             exception.code = 128 + signal.SIGTERM
+        elif isinstance(exception, SystemExit) and not exception.code and self.world_size > 1:
+            exception.code = 1  # the other ranks haven't ended well
         if isinstance(self.launcher, MultiProcessingLauncher) and self._groups is None:
             self.launcher.kill(signal.SIGTERM)  # in the process that only waits for the others
         super().on_exception(exception)
@@ -206,9 +240,31 @@ class PipelineProcesses(ParallelStrategy):
         self._groups = None
         callbacks = self._callbacks
         callbacks[:] = [c for c in callbacks if not isinstance(c, ReportFirst)]
+        if self.is_interrupted:
+            self._leave()
+
+    def finish(self) -> None:
+        """Wait until all ranks are through with a run and its hooks. Collective over the world.
+
+        Raises:
+            RemoteError: If another rank has failed in one of its hooks.
+        """
+        failure = self._watchdog.finish() if self._watchdog is not None else None
+        if failure is not None:
+            raise RemoteError(str(failure))
+        self._leave()
+
+    def _leave(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
+            if self._watchdog.failure is not None:
+                leave_world()
             self._watchdog = None
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the run, if it has failed."""
+        return self._watchdog.failure if self._watchdog is not None else None
 
     def report(self, error: BaseException) -> Failure | None:
         """Tell all ranks that the run has failed.
@@ -218,7 +274,8 @@ class PipelineProcesses(ParallelStrategy):
         """
         if self._watchdog is None:
             return None
-        return self._watchdog.report(error)
+        kind: Kind | None = "sigterm" if isinstance(error, SIGTERMException) else None
+        return self._watchdog.report(error, kind)
 
     @property
     def _callbacks(self) -> list[Any]:
@@ -238,10 +295,19 @@ class PipelineProcesses(ParallelStrategy):
         )
 
     def _abort(self) -> None:
-        groups: list[Any] = self._groups.all_groups if self._groups is not None else []
-        for group in (dist.group.WORLD, *groups):
+        def abort(group: Any) -> None:
             with suppress(Exception):  # the run has failed already, for another reason
                 group.abort()
+
+        groups: list[Any] = self._groups.all_groups if self._groups is not None else []
+        threads = [  # the first may block until the others are aborted
+            threading.Thread(target=abort, args=(group,), name="gpipe-abort", daemon=True)
+            for group in (dist.group.WORLD, *groups)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self.deadlines.grace_s)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's place."""

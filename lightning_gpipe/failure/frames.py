@@ -1,0 +1,49 @@
+"""Whose code runs: told by modules, which stay what they are wherever their files lie."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+_PACKAGE, _, _ = __name__.partition(".")
+DISTRIBUTED = ("torch.distributed",)
+_LIBRARIES = (
+    _PACKAGE,
+    "torch",
+    "lightning",
+    "lightning_utilities",
+    "torchmetrics",
+    "contextlib",
+    "threading",
+)
+
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that it was called from."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_of(frame: FrameType, packages: tuple[str, ...]) -> bool:
+    """Whether a frame runs code of these packages."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code of the user's."""
+    return not is_of(frame, _LIBRARIES)
+
+
+def place_of(thread: int) -> str:
+    """A thread's place: the innermost line of the user's code, and what it called."""
+    inner = ""
+    for frame in frames_of(sys._current_frames().get(thread)):
+        code = frame.f_code
+        if not inner and not is_of(frame, DISTRIBUTED):
+            inner = getattr(code, "co_qualname", code.co_name)  # Python 3.11
+        if is_users(frame):
+            return f"{code.co_filename}:{frame.f_lineno} ({code.co_name}), in {inner}"
+    return inner

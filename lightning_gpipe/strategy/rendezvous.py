@@ -1,0 +1,89 @@
+"""Meeting all processes in the default process group, and leaving it after an error."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from lightning_gpipe.strategy import _lightning
+
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_LEAVE_S = 10.0
+#: Where the processes met before an error, and how often they have met there again.
+_met: list[Any] = []
+
+
+def join_world(environment: Any, backend: str, timeout: timedelta, device: torch.device) -> None:
+    """Make the default process group, unless there is one. Collective over all processes.
+
+    Args:
+        environment: Lightning's cluster environment.
+        backend: The backend's name.
+        timeout: How long a process waits for another.
+        device: This rank's device.
+    """
+    if "nccl" in backend:
+        # NCCL's own watchdog would end processes before ours has told them why
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    interface = gloo_interface()
+    if interface is not None:
+        os.environ[_GLOO] = interface
+    again: dict[str, Any] = {}
+    if _met and not dist.is_initialized():
+        again = {"store": PrefixStore(f"again{len(_met)}", _met[-1])}
+    _lightning.init_distributed(
+        environment,
+        backend,
+        timeout=timeout,
+        device_id=device if device.type != "cpu" else None,
+        **again,
+    )
+
+
+def leave_world() -> None:
+    """Destroy the default process group after an error, so that the next run makes a new one.
+
+    The processes will meet through the same store, under another name: its address is taken, and
+    who comes early would find the old one there.
+    """
+    if not dist.is_initialized():
+        return
+    _met.append(dist.distributed_c10d._get_default_store())
+    leaving = threading.Thread(target=dist.destroy_process_group, name="gpipe-leave", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_S)  # what is left of it may block
+
+
+def gloo_interface() -> str | None:
+    """The network interface that gloo should use, where only NCCL has been told.
+
+    Returns:
+        None where gloo has been told, too, nobody has, or none fits.
+    """
+    wanted = os.environ.get(_NCCL, "")
+    if not wanted or _GLOO in os.environ:
+        return None
+    excludes, wanted = wanted.startswith("^"), wanted.removeprefix("^")
+    is_exact, names = wanted.startswith("="), wanted.removeprefix("=").split(",")
+    for _, interface in socket.if_nameindex():
+        matches = interface in names if is_exact else interface.startswith(tuple(names))
+        if matches != excludes and not (excludes and interface == "lo"):
+            return interface
+    return None
+
+
+def explain_connections(error: RuntimeError) -> RuntimeError:
+    """What to do where processes of several nodes can't connect."""
+    return RuntimeError(
+        f"The processes of this run can't connect to each other: {error}. Control messages go over"
+        " gloo. Set GLOO_SOCKET_IFNAME on every node to the network interface by which the nodes"
+        f" reach each other, such as eth0 (now {os.environ.get(_GLOO, 'unset')};"
+        f" {_NCCL} is {os.environ.get(_NCCL, 'unset')})."
+    )
