@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -59,21 +60,28 @@ def pipeline_runs(
     return results
 
 
+@cache  # the same for every number of stages
+def plain_run(case: str, optimizer: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train a case with a plain Trainer; returns the state before and after."""
+    torch.manual_seed(1)
+    kind, _ = CASES[case]
+    module = kind(optimizer)
+    initial = copy.deepcopy(module.state_dict())
+    expected = train(module, max_steps=STEPS, devices=1, **options_of(case))
+    for name, parameter in module.named_parameters():
+        moved = not torch.equal(parameter, initial[name])
+        assert moved == parameter.requires_grad, (
+            f"{name} should {'' if parameter.requires_grad else 'not '}move"
+        )
+    return initial, expected
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
-    kind, _ = CASES[case]
     initial, expected = {}, {}
     for optimizer in ("adamw", "sgd"):
-        torch.manual_seed(1)
-        module = kind(optimizer)
-        initial[optimizer] = copy.deepcopy(module.state_dict())
-        expected[optimizer] = train(module, max_steps=STEPS, devices=1, **options_of(case))
-        for name, parameter in module.named_parameters():
-            moved = not torch.equal(parameter, initial[optimizer][name])
-            assert moved == parameter.requires_grad, (
-                f"{name} should {'' if parameter.requires_grad else 'not '}move"
-            )
+        initial[optimizer], expected[optimizer] = plain_run(case, optimizer)
     whole = run_ranks(pipeline_runs, stages, case, stages, initial)[0]
     for (optimizer, mode), state in whole.items():
         assert list(state) == list(expected[optimizer])

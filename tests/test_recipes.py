@@ -5,15 +5,23 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import timm
 import torch
+import torchvision
 import transformers
 from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 from torch.utils.data import DataLoader
+from torchvision.models import ConvNeXt, ResNet, VisionTransformer
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.resnet import Bottleneck
+from torchvision.models.vgg import VGG, make_layers
 from transformers import BertConfig, GPT2Config
 
 from lightning_gpipe import Blocks, GPipeStrategy
@@ -54,6 +62,45 @@ RECIPES: dict[str, tuple[Callable[[], tuple[Any, ...]], str, int]] = {
     "bert": (lambda: (BertConfig(**BERT),), "sentences", 4),
 }
 
+
+def small_vgg(num_classes: int, dropout: float) -> nn.Module:
+    """VGG-16's layers, with an eighth of the channels."""
+    layout = [8, 8, "M", 16, 16, "M", 32, 32, 32, "M", 64, 64, 64, "M", 64, 64, 64, "M"]
+    net = VGG(make_layers(layout), num_classes, dropout=dropout)
+    for place, (width_in, width_out) in {0: (64 * 7 * 7, 32), 3: (32, 32), 6: (32, 10)}.items():
+        net.classifier[place] = nn.Linear(width_in, width_out)
+    return net
+
+
+def small_convnext(num_classes: int, stochastic_depth_prob: float) -> nn.Module:
+    widths = 16, 24, 32, 40, None
+    blocks = [CNBlockConfig(widths[n] or 0, widths[n + 1], 2) for n in range(4)]
+    return ConvNeXt(blocks, stochastic_depth_prob, num_classes=num_classes)
+
+
+#: What a page calls, and what makes a smaller model of the same class in its place.
+SMALLER: dict[str, tuple[Any, str, Callable[..., nn.Module]]] = {
+    "resnet50": (
+        torchvision.models,
+        "resnet50",
+        partial(ResNet, Bottleneck, [1, 2, 1, 1], groups=4, width_per_group=4),
+    ),
+    "vgg16": (torchvision.models, "vgg16", small_vgg),
+    "convnext": (torchvision.models, "convnext_tiny", small_convnext),
+    "vit": (
+        torchvision.models,
+        "vit_b_16",
+        partial(
+            VisionTransformer, patch_size=16, num_layers=4, num_heads=2, hidden_dim=32, mlp_dim=64
+        ),
+    ),
+    "timm_vit": (timm, "create_model", partial(timm.create_model, depth=4)),
+    "timm_convnext": (
+        timm,
+        "create_model",
+        partial(timm.create_model, depths=(1, 1, 2, 1), dims=(16, 24, 32, 40)),
+    ),
+}
 
 TINY = {
     "vocab_size": 97,
@@ -127,8 +174,12 @@ def losses(name: str, stages: int) -> list[float]:
     arguments, kind, chunks = RECIPES[name]
     (code,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.DOTALL)
     page: dict[str, Any] = {"__name__": f"recipe_{name}"}
-    exec(code, page)
-    return train(page["Model"](*arguments()), data(kind), chunks, stages)
+    with pytest.MonkeyPatch.context() as patch:
+        if name in SMALLER:
+            patch.setattr(*SMALLER[name])
+        exec(code, page)
+        module = page["Model"](*arguments())
+    return train(module, data(kind), chunks, stages)
 
 
 def train(module: L.LightningModule, loader: Any, chunks: int, stages: int) -> list[float]:
