@@ -131,7 +131,8 @@ def measure(stages: int, chunks: int, checkpoint: str, steps: int) -> dict[str, 
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure, and print the result on rank 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,3 +146,7 @@ if __name__ == "__main__":
     result = measure(arguments.stages, arguments.chunks, arguments.checkpoint, arguments.steps)
     if torch.distributed.get_rank() == 0:
         print(json.dumps({"checkpoint": arguments.checkpoint, **result}))
+
+
+if __name__ == "__main__":
+    main()
