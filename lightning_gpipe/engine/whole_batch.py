@@ -7,7 +7,7 @@ reaches the call; see :mod:`lightning_gpipe.engine.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -109,19 +109,20 @@ class WholeBatch:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, value: Any, run_layer: RunLayer) -> Any:
+    def forward(self, value: Any, run_layer: RunLayer, whole: Collection[int] = ()) -> Any:
         """Run the backbone. Collective over the pipeline.
 
         Args:
             value: The input, a pytree of tensors ``[batch, …]``, the same on every stage. It is not
                 changed.
             run_layer: Runs one of the layers.
+            whole: Leaves of the input that are not split, however long they are.
 
         Returns:
             The last stage's output of all micro-batches, on every stage.
         """
         batch = Tree.of(value, "The backbone's input")
-        split = Split.plan(batch, self._chunks)
+        split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
         forwards = tuple(action for action in self._program(split) if action.op == "F")
         with record_function("gpipe_forward"):

@@ -20,6 +20,7 @@ from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.parameters import outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.gather import (
     PartialStateDict,
@@ -27,6 +28,7 @@ from lightning_gpipe.state.gather import (
 )
 from lightning_gpipe.state.optimizers import adopt, gather_optimizer, own_part, state_to
 from lightning_gpipe.state.placement import Placement
+from lightning_gpipe.tensors.tree import Tree
 
 HOST = torch.device("cpu")
 
@@ -68,6 +70,7 @@ class Pipeline:
         surroundings: Groups, settings and so on.
         partition: Which layers each stage has.
         tensors: What this stage holds.
+        per_sample: Tells which tensors of the backbone's input are split.
         engine: Runs this stage's micro-batches.
         data_parallel: Averages this stage's gradients over the replicas.
         shared: Sums the gradients of what every stage holds.
@@ -81,6 +84,7 @@ class Pipeline:
     surroundings: Surroundings
     partition: Partition
     tensors: StageTensors
+    per_sample: PerSample
     engine: WholeBatch
     data_parallel: DataParallel
     shared: SharedParameters
@@ -108,7 +112,10 @@ class Pipeline:
 
     def forward(self, input: Any, run_layer: RunLayer) -> Any:
         """See :meth:`Engine.forward`. Collective over the pipeline."""
-        return self.engine.forward(input, run_layer)
+        whole = frozenset[int]()
+        if self.surroundings.chunks > 1:
+            whole = self.per_sample.whole(Tree.of(input, "The backbone's input"), run_layer)
+        return self.engine.forward(input, run_layer, whole)
 
     @contextmanager
     def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:

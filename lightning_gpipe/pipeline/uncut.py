@@ -25,6 +25,7 @@ from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
+from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.state.gather import (
     PartialStateDict,
@@ -165,6 +166,7 @@ class Uncut:
             around,
             partition,
             tensors,
+            PerSample(self.layers, self.redirections.suspended),
             WholeBatch(stage, groups, around.chunks, settings.checkpoint, self.seed),
             DataParallel(placement.own, groups, options),
             SharedParameters(

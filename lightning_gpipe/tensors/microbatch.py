@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_gpipe.tensors.tree import Leaf, Tree
+
+
+def batch_leaf(batch: Tree) -> int | None:
+    """The leaf that tells the number of samples: the first tensor that has a dimension.
+
+    A parameter is the batch only where there is no other tensor, as an image that is optimized.
+    """
+    tensors = [i for i, t in enumerate(batch.leaves) if isinstance(t, Tensor) and t.ndim]
+    others = [i for i in tensors if not isinstance(batch.leaves[i], torch.nn.Parameter)]
+    return next(iter(others or tensors), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +35,30 @@ class Split:
     split_leaves: tuple[bool, ...]
 
     @classmethod
-    def plan(cls, batch: Tree, chunks: int) -> Split:
+    def plan(cls, batch: Tree, chunks: int, whole: Collection[int] = ()) -> Split:
         """Plan the split of a mini-batch along dimension 0.
 
-        The first tensor that has a dimension tells the number of samples N. Tensors whose first
-        dimension is not N are passed whole, and so is an ``nn.Parameter``. N need not be a multiple
+        The first tensor that has a dimension tells the number of samples N; see
+        :func:`batch_leaf`. Tensors whose first dimension is not N are passed whole, and so is an
+        ``nn.Parameter`` beside it. N need not be a multiple
         of ``chunks``: the sizes are those of ``torch.tensor_split``, and with fewer samples than
         chunks there are N micro-batches.
 
         Args:
             batch: The input of the backbone, tensors ``[N, …]``.
             chunks: M, the number of micro-batches wanted.
+            whole: Leaves that are passed whole, however long they are.
 
         Raises:
             ValueError: If the batch has no tensor with a dimension, or no samples.
         """
-        samples = next((t.shape[0] for t in batch.tensors() if t.ndim), None)
-        if samples is None:
+        first = batch_leaf(batch)
+        if first is None:
             raise ValueError(
                 "The backbone's input has no tensor with a batch dimension, so it can't be split"
                 " into micro-batches. Give the backbone at least one tensor of shape [batch, ...]."
             )
+        samples = batch.leaves[first].shape[0]
         if samples == 0:
             raise ValueError(
                 "The backbone's input has 0 samples (its first dimension is 0): nothing to split."
@@ -53,11 +66,15 @@ class Split:
         count = min(chunks, samples)
         sizes = tuple(samples // count + (m < samples % count) for m in range(count))
         split_leaves = tuple(
-            isinstance(t, Tensor)
-            and not isinstance(t, torch.nn.Parameter)
-            and t.ndim > 0
-            and t.shape[0] == samples
-            for t in batch.leaves
+            i == first
+            or (
+                i not in whole
+                and isinstance(t, Tensor)
+                and not isinstance(t, torch.nn.Parameter)
+                and t.ndim > 0
+                and t.shape[0] == samples
+            )
+            for i, t in enumerate(batch.leaves)
         )
         return cls(sizes, split_leaves)
 

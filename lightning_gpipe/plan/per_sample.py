@@ -1,0 +1,241 @@
+"""Tells which tensors beside the batch have an entry for each sample, and which are for all.
+
+A mask ``[T, T]`` or a table of positions ``[T, d]`` looks like a batch of T samples where the batch
+has T samples. The layers tell: run on the meta device with another number of samples, they take a
+tensor of that many entries or the one of T, not both. Where they take both, nobody can tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
+from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.microbatch import batch_leaf
+from lightning_gpipe.tensors.tree import Tree
+
+#: Inputs that are remembered: models whose inputs differ in every step have no use for more.
+_REMEMBERED = 64
+#: Trials of one input; enough for five tensors in doubt.
+_TRIALS = 32
+
+Leaves: TypeAlias = frozenset[int]
+
+
+class PerSample:
+    """Remembers of the backbone's inputs which tensors are the same for all samples.
+
+    Args:
+        layers: The backbone's.
+        as_written: Makes all of them callable as without a pipeline.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], as_written: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._layers = layers
+        self._as_written = as_written
+        self._known: dict[Any, dict[int, bool]] = {}
+
+    def whole(self, batch: Tree, run_layer: RunLayer) -> Leaves:
+        """The leaves that are for all samples, though as long as the batch. Local.
+
+        It depends on shapes and types alone, so it is the same on every stage.
+
+        Args:
+            batch: The backbone's input.
+            run_layer: Runs one of its layers.
+
+        Raises:
+            ValueError: If it can't be told.
+        """
+        first = batch_leaf(batch)
+        if first is None or batch.leaves[first].shape[0] < 2:
+            return frozenset()
+        samples = batch.leaves[first].shape[0]
+        roles = self._roles_of(batch)
+        for i in _beside(batch, first):
+            if batch.leaves[i].shape[0] not in (1, samples):
+                roles[i] = False  # it isn't a batch's length now, so it never means samples
+        same = [i for i in _beside(batch, first) if batch.leaves[i].shape[0] == samples]
+        doubtful = [i for i in same if i not in roles]
+        if doubtful:
+            known = frozenset(i for i in same if not roles.get(i, True))
+            with self._as_written(), torch.inference_mode(False):
+                trials = _Trials(self._layers, run_layer, batch, first, known)
+                found = trials.told(doubtful)
+            roles.update((i, i not in found) for i in doubtful)
+        return frozenset(i for i in same if not roles[i])
+
+    def _roles_of(self, batch: Tree) -> dict[int, bool]:
+        """For leaves of inputs like this one, as far as it is known: whether one a sample."""
+        texts = tuple(leaf for leaf in batch.leaves if isinstance(leaf, str))
+        key = repr(batch.spec), texts
+        if key not in self._known and len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        return self._known.setdefault(key, {})
+
+
+class _Trials:
+    """Runs of the layers with another number of samples.
+
+    Args:
+        layers: All of them.
+        run_layer: Runs one of them.
+        batch: The input.
+        first: Its leaf that is the batch.
+        known: Leaves that are for all samples.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        run_layer: RunLayer,
+        batch: Tree,
+        first: int,
+        known: Leaves,
+    ) -> None:
+        self._layers = layers
+        self._run_layer = run_layer
+        self._batch = batch
+        self._first = first
+        self._known = known
+        self._samples = batch.leaves[first].shape[0]
+        self._others = list(_other_numbers(batch, self._samples))
+
+    def told(self, doubtful: Sequence[int]) -> Leaves:
+        """Which of the leaves in doubt are for all samples.
+
+        Raises:
+            ValueError: If it can't be told.
+        """
+        subsets = list(itertools.islice(_subsets(doubtful), _TRIALS))
+        possible = [whole for whole in subsets if self._runs(whole)]
+        if not possible:  # a layer needs values, or the number of samples that it was built for
+            dimensions = {*self._batch.leaves[self._first].shape[1:]}
+            for i in doubtful:
+                if self._samples in {*dimensions, *self._batch.leaves[i].shape[1:]}:
+                    raise self._cannot_tell(i)
+            return frozenset()
+        least = possible[0]
+        for other in possible[1:]:
+            unclear = other ^ least
+            if self._meets_batch(least, unclear):
+                raise self._cannot_tell(min(unclear))
+        return least
+
+    def _runs(self, whole: Leaves) -> bool:
+        """Whether the layers take these leaves as they are, with other numbers of samples.
+
+        The samples' number may show in the first dimension of what a layer returns, not in others.
+        """
+        try:
+            shapes = [self._run(self._input(whole, samples)) for samples in self._others]
+        except UntraceableLayer:
+            return False
+        return all(found == shapes[0] for found in shapes)
+
+    def _meets_batch(self, whole: Leaves, leaves: Leaves) -> bool:
+        """Whether a layer computes something from the batch and one of these leaves."""
+        given = self._input(whole, self._others[0])
+        meetings = _Meetings(given.leaves[self._first], [given.leaves[i] for i in leaves])
+        with meetings:
+            self._run(given)
+        return meetings.met
+
+    def _input(self, whole: Leaves, samples: int) -> Tree:
+        """The input with another number of samples, on the meta device."""
+        beside = _beside(self._batch, self._first)
+        leaves = []
+        for i, leaf in enumerate(self._batch.leaves):
+            changes = i == self._first or (
+                i in beside and leaf.shape[0] == self._samples and i not in whole | self._known
+            )
+            leaves.append(
+                torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
+                if changes
+                else to_meta_leaf(leaf)
+            )
+        return self._batch.with_leaves(leaves)
+
+    def _run(self, given: Tree) -> list[torch.Size]:
+        """Run the layers; returns the shapes of all that they return, but for their first."""
+        value, shapes = given.value(), []
+        with torch.no_grad():
+            for index, layer in enumerate(self._layers):
+                value = run_layer_on_meta(layer, self._run_layer, index, value)
+                shapes += [t.shape[1:] for t in tree_leaves(value) if isinstance(t, Tensor)]
+        return shapes
+
+    def _cannot_tell(self, i: int) -> ValueError:
+        shape, n = list(self._batch.leaves[i].shape), self._samples
+        return ValueError(
+            f"Tensor {i} of the backbone's input, of shape {shape}, is as long as the batch of {n}"
+            " samples, and the layers don't tell whether it has an entry for each sample, and is"
+            " split into micro-batches with the batch, or is the same for all samples. If it is the"
+            f" same for all, give it a first dimension of 1: {[1, *shape]}. If it has an entry for"
+            f" each sample, choose a batch size that is no other dimension's ({n} here), and"
+            " compute outside the backbone what mixes samples with each other."
+        )
+
+
+class _Meetings(TorchFunctionMode):
+    """Sees whether an operation gets what comes of the batch and what comes of other tensors."""
+
+    def __init__(self, batch: Tensor, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.met = False
+        self._batch = {id(batch)}
+        self._others = {id(t) for t in others}
+        self._alive: list[Any] = []  # so that no other tensor gets the id of one of them
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        of_batch = any(id(t) in self._batch for t in given)
+        of_others = any(id(t) in self._others for t in given)
+        self.met |= of_batch and of_others
+        # the first argument, too: an assignment to a part of it returns nothing
+        heirs = [*(t for t in tree_leaves(result) if isinstance(t, Tensor)), *given[:1]]
+        self._alive.extend(heirs)
+        if of_batch:
+            self._batch.update(map(id, heirs))
+        if of_others:
+            self._others.update(map(id, heirs))
+        return result
+
+
+def _beside(batch: Tree, first: int) -> list[int]:
+    """The tensors beside the batch that might be split."""
+    return [
+        i
+        for i, leaf in enumerate(batch.leaves)
+        if i != first
+        and isinstance(leaf, Tensor)
+        and not isinstance(leaf, nn.Parameter)
+        and leaf.ndim > 0
+    ]
+
+
+def _other_numbers(batch: Tree, samples: int) -> Iterator[int]:
+    """Two numbers of samples for trials: no dimension of the input, one smaller if there is one."""
+    taken = {size for t in batch.tensors() for size in t.shape}
+    smaller = (n for n in range(samples - 1, 1, -1) if n not in taken)
+    larger = (n for n in itertools.count(samples + 1) if n not in taken)
+    return itertools.islice(itertools.chain(itertools.islice(smaller, 1), larger), 2)
+
+
+def _subsets(items: Sequence[int]) -> Iterator[Leaves]:
+    """All subsets, small ones first."""
+    for size in range(len(items) + 1):
+        yield from map(frozenset, itertools.combinations(items, size))
