@@ -230,10 +230,9 @@ def chosen(kind: type[models.Module], stages: int, arguments: dict[str, Any]) ->
 
     class Watch(L.Callback):
         def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
-            pipeline = run.strategy._pipeline
             seen.update(
-                sizes=pipeline.partition.sizes,
-                unit=pipeline.partition.unit,
+                sizes=run.strategy.partition.sizes,
+                unit=run.strategy.partition.unit,
                 own=sum(p.numel() for p in module.parameters() if not p.is_meta),
                 state=sum(len(s) for s in run.optimizers[0].state.values()),
                 grads=[n for n, p in module.named_parameters() if p.grad is not None],

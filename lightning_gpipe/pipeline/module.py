@@ -45,7 +45,7 @@ class PipelinedModule:
         self._step: tuple[int, ...] = (0,)
         self._lent: list[Slot] = []
         self._redirections.add(uncut.body, self._forward)
-        for layer in uncut.layers:
+        for layer in uncut.layers if surroundings.groups.stages > 1 else ():
             self._redirections.add(layer, not_alone)
 
     @property

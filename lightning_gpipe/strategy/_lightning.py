@@ -14,7 +14,9 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -38,12 +40,18 @@ distributed_is_initialized = _distributed_is_initialized
 default_backend = _get_default_process_group_backend_for_device
 init_distributed = _init_dist_connection
 ScriptLauncher = _SubprocessScriptLauncher
+MockOptimizer = _MockOptimizer
 MultiProcessingLauncher = _MultiProcessingLauncher
+EmptyInit = _EmptyInit
 HandlersCompose = _HandlersCompose
+IS_INTERACTIVE = _IS_INTERACTIVE
 SignalConnector = _SignalConnector
 
 __all__ = [
+    "IS_INTERACTIVE",
+    "EmptyInit",
     "HandlersCompose",
+    "MockOptimizer",
     "MultiProcessingLauncher",
     "ScriptLauncher",
     "SignalConnector",
@@ -52,6 +60,5 @@ __all__ = [
     "distributed_is_initialized",
     "init_distributed",
     "reduce",
-    "reset_seed",
     "seen_indices",
 ]

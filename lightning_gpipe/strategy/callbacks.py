@@ -7,24 +7,27 @@ end of the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
+    Callback,
     ModelSummary,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.state.averages import AveragedCopy
+from lightning_gpipe.strategy import patches
 from lightning_gpipe.strategy.summary import forward_on_meta
 
 
@@ -48,13 +51,51 @@ def adapted(
     Yields:
         The copies of the module that the callbacks keep.
     """
-    _count_replicas(callbacks, groups.replicas, groups.stages)
     on_meta = partial(forward_on_meta, pipeline.module, pipeline.as_written, rank_zero_warn)
-    with _parameters_by_identity(callbacks), _summaries_in(callbacks, on_meta):
+    with (
+        _throughput_of_pipelines(callbacks, groups.replicas, groups.stages),
+        patches.FILTER_ON_OPTIMIZER.replaced(staticmethod(_not_in_optimizer)),
+        patches.SUMMARY.replaced(_inside(on_meta, ModelSummary._summary)),
+        patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
+    ):
         yield [
             AveragedCopy(copy, f"{prefix}{pipeline.backbone}", groups, can_gather)
             for copy, prefix in (_averages(callbacks) if averages else ())
         ]
+
+
+class ReportFirst(Callback):
+    """Tells all ranks of an exception before the user's callbacks take their time over it.
+
+    Args:
+        report: Tells them.
+    """
+
+    def __init__(self, report: Callable[[BaseException], object]) -> None:
+        self._report = report
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._report(exception)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be silent in a copy of the Trainer's callbacks: processes can't be copied."""
+        return ReportFirst, (_say_nothing,)
+
+
+def _say_nothing(error: BaseException) -> None:
+    pass
+
+
+def report_first(callbacks: list[Any], report: Callable[[BaseException], object]) -> None:
+    """Let the Trainer's first callback tell all ranks of an exception."""
+    forget_reports(callbacks)
+    callbacks.insert(0, ReportFirst(report))
+
+
+def forget_reports(callbacks: list[Any]) -> None:
+    """Undo :func:`report_first`."""
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ReportFirst)]
 
 
 def copies_module(callbacks: Iterable[object]) -> bool:
@@ -78,41 +119,16 @@ def _averages(callbacks: Iterable[object]) -> list[tuple[nn.Module, str]]:
     return found
 
 
-@contextmanager
-def _summaries_in(
-    callbacks: Iterable[object], context: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Let summaries of the model be made inside a context."""
-    summaries = [callback for callback in callbacks if isinstance(callback, ModelSummary)]
+def _inside(
+    context: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A method that runs inside a context."""
 
-    def make(original: Callable[..., Any], *args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with context():
-            return original(*args)
+            return function(*args, **kwargs)
 
-    for callback in summaries:
-        callback.__dict__["_summary"] = partial(make, callback._summary)
-    try:
-        yield
-    finally:
-        for callback in summaries:
-            del callback.__dict__["_summary"]
-
-
-@contextmanager
-def _parameters_by_identity(callbacks: Iterable[object]) -> Iterator[None]:
-    """Let fine-tuning callbacks tell parameters apart by what they are, not by their values.
-
-    Those of other stages have none.
-    """
-    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        yield
-        return
-    original = BaseFinetuning.__dict__["filter_on_optimizer"]
-    setattr(BaseFinetuning, original.__name__, staticmethod(_not_in_optimizer))
-    try:
-        yield
-    finally:
-        setattr(BaseFinetuning, original.__name__, original)
+    return wrapped
 
 
 def _not_in_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -120,7 +136,10 @@ def _not_in_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Te
     return [p for p in params if id(p) not in known]
 
 
-def _count_replicas(callbacks: Iterable[object], replicas: int, stages: int) -> None:
+@contextmanager
+def _throughput_of_pipelines(
+    callbacks: Iterable[object], replicas: int, stages: int
+) -> Iterator[None]:
     """Let monitors of throughput take a pipeline for one device.
 
     They count the samples of every process, and the stages of a pipeline work on the same.
@@ -130,9 +149,13 @@ def _count_replicas(callbacks: Iterable[object], replicas: int, stages: int) -> 
         replicas: D.
         stages: K.
     """
-    for callback in callbacks:
-        if isinstance(callback, ThroughputMonitor):
+    with ExitStack() as undo:
+        for callback in callbacks:
+            if not isinstance(callback, ThroughputMonitor):
+                continue
             for throughput in callback._throughputs.values():
-                throughput.world_size = replicas
+                undo.enter_context(patches.THROUGHPUT_WORLD.replaced(replicas, throughput))
                 if callback.available_flops is not None:
-                    throughput.available_flops = callback.available_flops * stages
+                    flops = callback.available_flops * stages
+                    undo.enter_context(patches.THROUGHPUT_FLOPS.replaced(flops, throughput))
+        yield

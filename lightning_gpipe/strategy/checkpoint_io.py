@@ -1,21 +1,24 @@
-"""Checkpoint files: written whole or not at all, read with a word on what is wrong."""
+"""Checkpoint files: written whole or not at all."""
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.strategy import patches
 
-#: The entry of a checkpoint that tells how it was trained. Plain Lightning ignores it.
-RECORD = "lightning_gpipe"
+_HOST = platform.node()
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -33,15 +36,44 @@ class WholeFileIO(TorchCheckpointIO):
         if not isinstance(system, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        temporary = f"{local}.{os.getpid()}.tmp"
+        _remove_leftovers(local)
+        temporary = f"{local}.{_HOST}-{os.getpid()}.tmp"
         try:
             super().save_checkpoint(checkpoint, temporary, storage_options)
-            with open(temporary, "rb") as written:
-                os.fsync(written.fileno())
+            _to_disk(temporary)
             os.replace(temporary, local)
+            _to_disk(os.path.dirname(local))
         finally:
             with suppress(FileNotFoundError):
                 os.remove(temporary)
+
+
+def _to_disk(path: str) -> None:
+    """Wait until a file, or the names in a folder, would outlive a power cut."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _remove_leftovers(target: str) -> None:
+    """Remove what killed processes of this machine have left of earlier tries to write a file."""
+    for name in glob.glob(f"{glob.escape(target)}.{_HOST}-*.tmp"):
+        process = name.removesuffix(".tmp").rpartition("-")[2]
+        if process.isdigit() and not _is_alive(int(process)):
+            with suppress(FileNotFoundError):
+                os.remove(name)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def with_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
@@ -53,63 +85,29 @@ def with_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
     return plugin
 
 
-def record(chunks: int, stages: int, replicas: int, partition: Partition | None) -> dict[str, Any]:
-    """How a checkpoint was trained.
+@contextmanager
+def removed_after_saving(plugin: CheckpointIO) -> Iterator[None]:
+    """Let a plugin that writes in the background remove there, too.
+
+    A file that a new one replaces would be gone before the new one is written, or fails to be.
 
     Args:
-        chunks: M.
-        stages: K.
-        replicas: D.
-        partition: The layers of each stage, as far as the module is cut.
+        plugin: The Trainer's.
     """
-    sizes = list(partition.sizes) if partition is not None else None
-    return {"chunks": chunks, "stages": stages, "replicas": replicas, "partition": sizes}
+    if not isinstance(plugin, AsyncCheckpointIO):
+        yield
+        return
+    remove = partial(_remove_in_turn, plugin, plugin.remove_checkpoint)
+    with patches.ASYNC_REMOVE.replaced(remove, plugin):
+        yield
 
 
-def read(load: Callable[[], Any], path: Any) -> dict[str, Any]:
-    """Read a checkpoint.
+def _remove_in_turn(plugin: AsyncCheckpointIO, remove: Callable[..., None], path: Any) -> None:
+    def unless_saving_failed() -> None:
+        if plugin._error is None:
+            remove(path)
 
-    Args:
-        load: Reads the file.
-        path: Its name, for errors.
-
-    Raises:
-        ValueError: If the file is damaged or isn't a Lightning checkpoint.
-    """
-    try:
-        checkpoint = load()
-    except OSError:  # not the file's fault
-        raise
-    except Exception as error:
-        if "Unsupported global" in str(error):  # weights_only=True, with a remedy of its own
-            raise
-        raise ValueError(
-            f"The checkpoint {path} can't be read ({type(error).__name__}: {error}). It may be cut"
-            " short by a full disk or a killed process, or be no checkpoint at all: resume from an"
-            " earlier one."
-        ) from error
-    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
-        raise ValueError(
-            f"{path} is no Lightning checkpoint: it has no 'state_dict'. Weights that were saved by"
-            " themselves are loaded with module.load_state_dict(torch.load(path)) before the"
-            " Trainer runs."
-        )
-    return dict(checkpoint)
-
-
-def difference(checkpoint: Mapping[str, Any], chunks: int) -> str | None:
-    """What to warn of when a run goes on from a checkpoint; None: nothing.
-
-    Args:
-        checkpoint: What is resumed from.
-        chunks: M of this run.
-    """
-    before = checkpoint.get(RECORD, {}).get("chunks")
-    if before in (None, chunks):
-        return None
-    return (
-        f"The checkpoint was trained with {before} micro-batches a mini-batch, and this run has"
-        f" {chunks}: batch norm and dropout see others than before. Give"
-        f" GPipeStrategy(chunks={before}) to go on with the same; chunks='auto' follows the number"
-        " of stages."
-    )
+    if plugin._executor is None:
+        unless_saving_failed()
+    else:
+        plugin._executor.submit(unless_saving_failed)  # its one thread keeps the order

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchmetrics import Metric
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.strategy import patches
 
 
 @contextmanager
@@ -33,11 +34,7 @@ def over_replicas(groups: Groups) -> Iterator[None]:
         should_sync = should_sync and replicas > 1
         original(self, dist_sync_fn, group, should_sync, distributed_available)
 
-    setattr(Metric, original.__name__, sync)
-    with warnings.catch_warnings():
+    with patches.METRIC_SYNC.replaced(sync), warnings.catch_warnings():
         if replicas == 1:  # Lightning counts processes
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        try:
-            yield
-        finally:
-            setattr(Metric, original.__name__, original)
+        yield

@@ -2,73 +2,100 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.gradients.norm import Owner, gradient_norm, scale_to_norm
-
-
-class PipelinePrecision:
-    """Makes a precision plugin see the gradients of all stages.
-
-    It clips by the norm of the whole model's gradients, and a gradient scaler skips a step on every
-    stage if one of them found an infinite or missing number.
-
-    Args:
-        plugin: The Trainer's precision plugin; its class stays what it is.
-        owner: Tells the stage that holds a parameter; None: all do.
-        groups: The process groups.
-    """
-
-    def __init__(self, plugin: Precision, owner: Owner, groups: Groups) -> None:
-        self._plugin = plugin
-        plugin.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, owner, groups)
-        plugin.__dict__["clip_grad_by_value"] = partial(_clip_by_value, plugin)
-        self._scaler = getattr(plugin, "scaler", None)
-        if self._scaler is not None:
-            unscale = self._scaler._unscale_grads_
-            self._scaler.__dict__["_unscale_grads_"] = partial(_unscale, unscale, groups)
-
-    def remove(self) -> None:
-        """Give the plugin its own methods back."""
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            self._plugin.__dict__.pop(name, None)
-        if self._scaler is not None:
-            self._scaler.__dict__.pop("_unscale_grads_", None)
+from lightning_gpipe.strategy import patches
 
 
 @contextmanager
-def one_stage_norms_refused() -> Iterator[None]:
-    """Refuse PyTorch's own clipping of parameters of which other stages hold some."""
-    clip_grad = importlib.import_module("torch.nn.utils.clip_grad")
-    name = "_clip_grads_with_norm_"  # looked up here however clip_grad_norm_ was imported
-    original = getattr(clip_grad, name)
+def over_stages(
+    plugin: Precision, module: nn.Module, owner: Owner, groups: Groups
+) -> Iterator[None]:
+    """Let gradients be clipped and scaled as those of all stages.
 
-    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(p.is_meta for p in parameters):
-            raise RuntimeError(
-                "torch.nn.utils.clip_grad_norm_ sees the gradients of one stage: use"
-                " trainer.strategy.clip_grad_norm_, which is right over all, self.clip_gradients or"
-                " Trainer(gradient_clip_val=...)."
-            )
-        original(parameters, *args, **kwargs)
+    The Trainer and PyTorch's own functions clip by the norm of the whole model's gradients, and a
+    gradient scaler skips a step on every stage if one of them found an infinite or missing number.
 
-    setattr(clip_grad, name, checked)
-    try:
+    Args:
+        plugin: The Trainer's precision plugin; its class stays what it is.
+        module: The user's module.
+        owner: Tells the stage that holds a parameter; None: all do.
+        groups: The process groups.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    with ExitStack() as undo:
+        by_norm = partial(_clip_by_norm, plugin, owner, groups)
+        undo.enter_context(patches.CLIP_BY_NORM.replaced(by_norm, plugin))
+        by_value = partial(_clip_by_value, plugin)
+        undo.enter_context(patches.CLIP_BY_VALUE.replaced(by_value, plugin))
+        if scaler is not None:
+            unscale = partial(_unscale, scaler._unscale_grads_, groups)
+            undo.enter_context(patches.UNSCALE.replaced(unscale, scaler))
+        if groups.stages > 1:
+            total_norm = partial(_total_norm, module, owner, groups)
+            undo.enter_context(patches.TOTAL_NORM.replaced(total_norm))
         yield
-    finally:
-        setattr(clip_grad, name, original)
+
+
+@torch.no_grad()
+def _total_norm(
+    module: nn.Module,
+    owner: Owner,
+    groups: Groups,
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """What ``torch.nn.utils.get_total_norm`` does, over all stages. Collective over them.
+
+    Of the tensors, those that are gradients stand for their parameters: what another stage gives
+    counts as well. ``clip_grad_norm_`` takes its norm from here.
+    """
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = {id(tensor) for tensor in tensors}
+    parameters = list(module.parameters())
+    norms = _norms_of_given(parameters, given, owner, groups, norm_type)
+    gradients = {id(parameter.grad) for parameter in parameters}
+    others = [t for t in tensors if id(t) not in gradients]
+    norms += [torch.linalg.vector_norm(t, norm_type).to(groups.device) for t in others]
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of the gradients is {total.item()}, so they can't be clipped: look for the"
+            " first step with an infinite loss, or give error_if_nonfinite=False."
+        )
+    return total
+
+
+def _norms_of_given(
+    parameters: Sequence[Tensor],
+    given: Container[int],
+    owner: Owner,
+    groups: Groups,
+    norm_type: float,
+) -> list[Tensor]:
+    """Norms of those gradients that any stage was given, in the model's order. Collective."""
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+    table = torch.zeros(2, len(parameters), dtype=dtype.to_real(), device=groups.device)
+    for i, parameter in enumerate(parameters):
+        if id(parameter.grad) in given and (owner(parameter) or 0) == groups.stage:
+            table[0, i] = torch.linalg.vector_norm(parameter.grad, norm_type)
+            table[1, i] = 1
+    norms, is_given = groups.pipeline.all_reduce(table)
+    return list(norms[is_given > 0])
 
 
 def _clip_by_norm(

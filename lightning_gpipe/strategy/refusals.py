@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import (
@@ -16,6 +17,8 @@ from lightning.pytorch.plugins import (
 )
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_gpipe.strategy.world import Layout
 
 _OTHER_PRECISIONS = (
     BitsandbytesPrecision,
@@ -37,6 +40,28 @@ _WHOLE_MODEL_OPTIMIZERS = {
     "DAdaptSGD",
     "ZeroRedundancyOptimizer",
 }
+
+
+def refuse(
+    trainer: pl.Trainer, layer_sync: object | None, layout: Layout, without_sync: Container[str]
+) -> None:
+    """Refuse what can't work in a run, before the module is touched.
+
+    Args:
+        trainer: The Trainer, with its module.
+        layer_sync: Its plugin that would synchronize batch norm.
+        layout: The processes. What needs the whole model in one has it where there is one stage.
+        without_sync: Types of devices for which PyTorch has no SyncBatchNorm.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    refuse_synchronized(module, layer_sync, device, layout.replicas, without_sync)
+    refuse_precision(trainer.precision_plugin)
+    if layout.stages > 1:
+        refuse_logging(module, trainer.loggers)
+        refuse_callbacks(vars(trainer)["callbacks"])
 
 
 def refuse_synchronized(

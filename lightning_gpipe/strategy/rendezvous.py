@@ -42,7 +42,7 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
         environment,
         backend,
         timeout=timeout,
-        device_id=device if device.type != "cpu" else None,
+        device_id=device if device.type != "cpu" and backend != "gloo" else None,
         **again,
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
-
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
+from lightning_gpipe.strategy import patches
 
 
 @contextmanager
@@ -27,25 +26,16 @@ def forward_on_meta(
     if getattr(module, "example_input_array", None) is None:
         yield
         return
-    own = module.__dict__.get("forward")
+    with ExitStack() as undo:
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        _set_forward(module, own)
-        try:
-            with as_written():
-                return run_on_meta(module, *args, **kwargs)
-        except UntraceableLayer as error:
-            warn(f"The summary has no sizes of layers, because {error}.")
-            return None
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            undo.close()
+            try:
+                with as_written():
+                    return run_on_meta(module, *args, **kwargs)
+            except UntraceableLayer as error:
+                warn(f"The summary has no sizes of layers, because {error}.")
+                return None
 
-    _set_forward(module, forward)
-    try:
+        undo.enter_context(patches.MODULE_FORWARD.replaced(forward, module))
         yield
-    finally:
-        _set_forward(module, own)
-
-
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    module.__dict__.pop("forward", None)
-    if forward is not None:
-        module.__dict__["forward"] = forward

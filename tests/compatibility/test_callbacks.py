@@ -193,15 +193,22 @@ def sharded(folder: Path) -> None:
     assert found["columns"] == plain["columns"]
 
 
+class Monitor(cb.ThroughputMonitor):
+    """Keeps the number of devices that it counts."""
+
+    def on_train_end(self, *args: Any) -> None:
+        super().on_train_end(*args)
+        self.sizes = {throughput.world_size for throughput in self._throughputs.values()}
+
+
 def _rates(stages: int, folder: str) -> dict[str, Any]:
-    monitor = cb.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    monitor = Monitor(batch_size_fn=lambda batch: len(batch[0]))
     options: dict[str, Any] = logging(monitor)(Path(folder))
     if stages:
         options.update(devices=stages, strategy=GPipeStrategy(3))
     run = trainer(**{"devices": 1, "max_epochs": 2, **options})
     run.fit(Flops())
-    sizes = {throughput.world_size for throughput in monitor._throughputs.values()}
-    return {"world_size": sizes.pop(), "columns": sorted(columns(run, None, Path(folder)))}
+    return {"world_size": monitor.sizes.pop(), "columns": sorted(columns(run, None, Path(folder)))}
 
 
 ROWS: Rows = {

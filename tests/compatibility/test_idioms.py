@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
@@ -154,7 +155,17 @@ class Cuts(Manual):
     """Clips as on one device."""
 
     def clip_gradients(self, *_: Any) -> None:  # type: ignore[override]
-        nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+        self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 1e-3))
+
+
+class CutsByParts(Manual):
+    """Clips by PyTorch's functions, imported by name, the gradients that there are here."""
+
+    def clip_gradients(self, *_: Any) -> None:  # type: ignore[override]
+        there = [p for p in self.parameters() if p.grad is not None]
+        norm = get_total_norm((p.grad for p in there if p.grad is not None), 1.0)
+        clip_grads_with_norm_(there, 1e-3, norm)
+        self.log("norm", norm)
 
 
 class Dumps(Module):
@@ -368,7 +379,8 @@ ROWS: Rows = {
     "forward hooks of layers": Refused(
         "have different losses", module=Recorded, strategy={"balance": "params"}
     ),
-    "torch.nn.utils.clip_grad_norm_": Refused("sees the gradients of one stage", module=Cuts),
+    "torch.nn.utils.clip_grad_norm_": Row(module=Cuts),
+    "torch.nn.utils.get_total_norm": Row(module=CutsByParts),
     "state_dict in a hook": Shown(dumped),
     "max_grad_norm of an optimizer": Refused("give it max_grad_norm=None", module=Clips),
     "gradients during accumulation": Shown(accumulated),

@@ -1,0 +1,40 @@
+"""Lets loggers know how a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+
+
+class LoggedSettings:
+    """The pipeline's settings, logged beside the user's hyperparameters, once in each logger."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Logger, dict[str, Any]]] = []
+
+    def tell(self, loggers: Iterable[Logger], settings: dict[str, Any]) -> None:
+        """Log settings, unless a logger knows them already, from a fit before a test for instance.
+
+        Args:
+            loggers: The Trainer's.
+            settings: How the pipeline is cut and run.
+        """
+        for logger in loggers:
+            if any(found is logger and told == settings for found, told in self._known):
+                continue
+            self._known.append((logger, settings))
+            # TensorBoard would write a point of its hp_metric, unless there are no metrics
+            no_metrics: tuple[dict[str, float], ...] = (
+                ({},) if isinstance(logger, TensorBoardLogger) else ()
+            )
+            try:
+                logger.log_hyperparams(
+                    {**getattr(logger, "hparams", {}), "gpipe": settings}, *no_metrics
+                )
+            except Exception as error:  # MLflow's can't be changed within a run
+                rank_zero_warn(
+                    f"{type(logger).__name__} did not take the settings of the pipeline: {error}"
+                )

@@ -1,0 +1,219 @@
+"""Attributes of Lightning, torch and torchmetrics that are others for the length of a run.
+
+All stand in one table. What isn't there in the installed version is an error before the run, and
+the end of the run puts back what was there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType
+from typing import Any, ClassVar, cast
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An attribute that is replaced during a run.
+
+    Args:
+        owner: Dotted name of the module or class that has it.
+        name: Its name.
+        reason: Why it can't stay what it is.
+        of_instances: Whether it is replaced on instances of the class, not on the class.
+    """
+
+    owner: str
+    name: str
+    reason: str
+    of_instances: bool = False
+
+    def resolve(self) -> Any:
+        """The module or class that has it.
+
+        Raises:
+            AttributeError: If the installed version has no such class.
+        """
+        try:
+            return importlib.import_module(self.owner)
+        except ModuleNotFoundError:
+            module, _, name = self.owner.rpartition(".")
+            return getattr(importlib.import_module(module), name)
+
+    def current(self) -> Any:
+        """What stands there now, on the class or module."""
+        return getattr(self.resolve(), self.name)
+
+    @contextmanager
+    def replaced(self, value: Any, on: Any = None) -> Iterator[None]:
+        """Put another value in its place inside this context.
+
+        Args:
+            value: The other value.
+            on: The instance, for what is replaced on instances.
+
+        Raises:
+            AttributeError: If the installed version has no such attribute.
+        """
+        owner = self.resolve() if on is None else on
+        if not hasattr(owner, self.name):
+            raise AttributeError(_missing(self.owner, self.name, self.reason))
+        own = vars(owner).get(self.name, _ABSENT)  # as it stands: a staticmethod, for instance
+        setattr(owner, self.name, value)
+        try:
+            yield
+        finally:
+            if own is _ABSENT:
+                delattr(owner, self.name)
+            else:
+                setattr(owner, self.name, own)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that is replaced for everyone, whatever name they have imported it by.
+
+    PyTorch's is a wrapper that calls the function of its closure, which is replaced.
+
+    Args:
+        owner: Dotted name of its module.
+        name: Its name there.
+        reason: Why it can't stay what it is.
+    """
+
+    owner: str
+    name: str
+    reason: str
+    of_instances: ClassVar = False
+
+    def current(self) -> Any:
+        """The function that is called now."""
+        return self._cell().cell_contents
+
+    @contextmanager
+    def replaced(self, value: Any) -> Iterator[None]:
+        """Put another function in its place inside this context.
+
+        Raises:
+            AttributeError: If the installed version has no such function.
+        """
+        cell = self._cell()
+        original = cell.cell_contents
+        cell.cell_contents = value
+        try:
+            yield
+        finally:
+            cell.cell_contents = original
+
+    def _cell(self) -> CellType:
+        wrapper = getattr(importlib.import_module(self.owner), self.name, None)
+        cells: tuple[Any, ...] = getattr(wrapper, "__closure__", None) or ()
+        if len(cells) != 1:
+            raise AttributeError(_missing(self.owner, self.name, self.reason))
+        return cast(CellType, cells[0])
+
+
+def _missing(owner: str, name: str, reason: str) -> str:
+    return (
+        f"{owner} has no '{name}' that can be replaced, which lightning-gpipe needs because"
+        f" {reason}: install the versions of torch and lightning that its documentation names."
+    )
+
+
+METRIC_SYNC = Target(
+    "torchmetrics.Metric", "sync", "the stages of a pipeline see the same values: replicas count"
+)
+SUMMARY = Target(
+    "lightning.pytorch.callbacks.ModelSummary",
+    "_summary",
+    "a summary shows the whole model, of which a stage holds a part",
+)
+FILTER_ON_OPTIMIZER = Target(
+    "lightning.pytorch.callbacks.BaseFinetuning",
+    "filter_on_optimizer",
+    "parameters of other stages have no values to compare",
+)
+THROUGHPUT_WORLD = Target(
+    "lightning.fabric.utilities.throughput.Throughput",
+    "world_size",
+    "the stages of a pipeline work on the same samples",
+    of_instances=True,
+)
+THROUGHPUT_FLOPS = Target(
+    "lightning.fabric.utilities.throughput.Throughput",
+    "available_flops",
+    "a pipeline has the operations of all its devices",
+    of_instances=True,
+)
+MODULE_FORWARD = Target(
+    "torch.nn.Module",
+    "forward",
+    "a summary calls the whole module, without a pipeline",
+    of_instances=True,
+)
+CLIP_BY_NORM = Target(
+    "lightning.pytorch.plugins.precision.Precision",
+    "clip_grad_by_norm",
+    "the norm is that of all stages",
+    of_instances=True,
+)
+CLIP_BY_VALUE = Target(
+    "lightning.pytorch.plugins.precision.Precision",
+    "clip_grad_by_value",
+    "a stage may have no gradients",
+    of_instances=True,
+)
+UNSCALE = Target(
+    "torch.amp.GradScaler",
+    "_unscale_grads_",
+    "all stages skip a step, or none",
+    of_instances=True,
+)
+TOTAL_NORM = Function(
+    "torch.nn.utils.clip_grad",
+    "_get_total_norm",
+    "the norm of one stage's gradients isn't the model's",
+)
+ASYNC_REMOVE = Target(
+    "lightning.pytorch.plugins.io.AsyncCheckpointIO",
+    "remove_checkpoint",
+    "a file must stay until the one that replaces it is written",
+    of_instances=True,
+)
+LOG_GRAPH = Target(
+    "lightning.pytorch.loggers.TensorBoardLogger",
+    "log_graph",
+    "a graph is traced through the layers as written",
+)
+AUTOGRAD_BACKWARD = Target(
+    "torch.autograd",
+    "backward",
+    "with one stage, loss.backward() needs nobody else",
+)
+SIGTERM_BROADCAST = Target(
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
+    "_broadcast_sigterm_tensor",
+    "all ranks hear of a SIGTERM at once, and a broadcast before every batch lets GPUs wait",
+)
+
+#: Everything that is replaced; a test walks it.
+TARGETS = (
+    METRIC_SYNC,
+    SUMMARY,
+    FILTER_ON_OPTIMIZER,
+    THROUGHPUT_WORLD,
+    THROUGHPUT_FLOPS,
+    MODULE_FORWARD,
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    UNSCALE,
+    TOTAL_NORM,
+    ASYNC_REMOVE,
+    LOG_GRAPH,
+    AUTOGRAD_BACKWARD,
+    SIGTERM_BROADCAST,
+)

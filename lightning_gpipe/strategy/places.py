@@ -1,0 +1,117 @@
+"""Which process runs which stage of which pipeline."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.strategy import advice
+from lightning_gpipe.strategy.world import Layout
+
+
+class PlacedStrategy(ParallelStrategy):
+    """A process's place, from what the user chose and what Lightning sets.
+
+    Args:
+        settings: What the user chose.
+        options: Passed to ``ParallelStrategy``.
+    """
+
+    #: Types of devices for which PyTorch has no SyncBatchNorm.
+    without_sync: ClassVar = frozenset({"cpu"})
+
+    def __init__(self, settings: Settings, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_nodes = 1
+        self._settings = settings
+        self._has_warned = False
+
+    def __repr__(self) -> str:
+        chosen = (
+            f"GPipeStrategy(chunks={self._settings.chunks!r}, stages={self._settings.stages!r})"
+        )
+        if "pytorch_lightning" not in sys.modules:
+            return chosen
+        return f"{chosen}, which is for lightning.Trainer, not for pytorch_lightning.Trainer"
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._device_of(self.local_rank)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        size = super().world_size
+        if not self._has_warned and self.stages > 1 and advice.is_read_by_user(sys._getframe()):
+            self._has_warned = True
+            advice.warn_of_world_size(self.stages, size // self.stages)
+        return size
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def stages(self) -> int:
+        """K, the number of stages."""
+        return self.num_processes if self._settings.stages == "auto" else self._settings.stages
+
+    @property
+    def chunks(self) -> int:
+        """M, the number of micro-batches that a mini-batch is split into."""
+        return 4 * self.stages if self._settings.chunks == "auto" else self._settings.chunks
+
+    @property
+    def replicas(self) -> int:
+        """D, the number of pipelines."""
+        return self._layout.replicas
+
+    @property
+    def stage(self) -> int:
+        """The stage that this process runs."""
+        return self._layout.stage
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process runs the last layers."""
+        return self.stage == self.stages - 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is shared out between replicas, in Lightning's sense of the word."""
+        return self.replicas > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.replicas, "rank": self._layout.replica}
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.global_rank, self.world_size, self.stages)
+
+    def _device_of(self, rank: int) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError("The strategy has no devices yet: the Trainer sets them.")
+        return self.parallel_devices[rank % len(self.parallel_devices)]
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's place."""
+        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self._environment.set_world_size(self.num_nodes * self.num_processes)
+        setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (an untyped attribute)
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        if self.cluster_environment is None:
+            raise RuntimeError("The strategy has no cluster environment: the Trainer sets it.")
+        return self.cluster_environment

@@ -1,0 +1,308 @@
+"""One run of the Trainer: the module as a pipeline, and all that is put back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.gradients.data_parallel import DataParallelOptions
+from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.pipeline.pipeline import Surroundings
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.state.averages import AveragedCopy
+from lightning_gpipe.strategy import (
+    _lightning,
+    callbacks,
+    metrics,
+    patches,
+    precision,
+    refusals,
+    saving,
+)
+from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
+from lightning_gpipe.strategy.loggers import LoggedSettings
+from lightning_gpipe.strategy.world import World
+
+
+class Run:
+    """A module's run as a pipeline: from ``Strategy.setup`` to ``Strategy.teardown``.
+
+    Args:
+        trainer: The Trainer, whose strategy has set up the processes.
+        world: The processes.
+        settings: What the user chose.
+        chunks: M.
+        options: How replicas communicate.
+        devices: The device of every stage.
+        layer_sync: The Trainer's plugin that synchronizes batch norm; None: it isn't wanted.
+        logged: What loggers know of pipelines.
+
+    Raises:
+        ValueError: If something can't work in a pipeline, with what to do instead.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        world: World,
+        settings: Settings,
+        chunks: int,
+        options: DataParallelOptions,
+        devices: Sequence[torch.device],
+        layer_sync: Any,
+        logged: LoggedSettings,
+    ) -> None:
+        self._trainer, self._world = trainer, world
+        self._settings, self._chunks, self._logged = settings, chunks, logged
+        self._evaluations = 0
+        self._accumulating = False
+        self._is_steered = False
+        self._averages: list[AveragedCopy] = []
+        self._is_set_up = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        with ExitStack() as undo:
+            undo.enter_context(
+                _synchronized_batch_norm(trainer.lightning_module, layer_sync, world.groups)
+            )
+            surroundings = Surroundings(
+                settings,
+                chunks,
+                world.groups,
+                options,
+                devices=[str(device) for device in devices],
+                optimizers=self._optimizers if fitting else list,
+                on_cut=self._cut,
+                inform=rank_zero_info,
+                warn=rank_zero_warn,
+            )
+            self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
+            undo.callback(lambda: self.pipeline.close(self._can_restore()))
+            self._averages = undo.enter_context(
+                callbacks.adapted(
+                    vars(trainer)["callbacks"],  # it doesn't declare them
+                    self.pipeline,
+                    world.groups,
+                    self.can_gather,
+                    averages=trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING),
+                )
+            )
+            undo.callback(self._close_averages)
+            self.pipeline.to_device()
+            undo.enter_context(
+                precision.over_stages(
+                    trainer.precision_plugin,
+                    trainer.lightning_module,
+                    self.pipeline.owner,
+                    world.groups,
+                )
+            )
+            undo.enter_context(metrics.over_replicas(world.groups))
+            if world.groups.stages == 1:
+                steered = partial(self._backward_alone, torch.autograd.backward)
+                undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
+            undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
+            undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
+            self._is_set_up = True
+            self._undo = undo.pop_all()
+
+    def adopt_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the optimizers hold the state of this stage's parameters alone.
+
+        Raises:
+            ValueError: If one needs the whole model, with what to do instead.
+        """
+        if self._world.groups.stages > 1:
+            refusals.refuse_optimizers(optimizers)
+        self.pipeline.adopt_optimizers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become None in a copy of the Trainer, which is outside of the run."""
+        return NoneType, ()
+
+    def close(self) -> None:
+        """Give the user the whole module back in host memory, on every rank, but after an error."""
+        self._undo.close()
+
+    def can_gather(self) -> bool:
+        """Whether the stages that hold parts of the model can be waited for."""
+        return self._world.groups.stages == 1 or self._world.can_wait()
+
+    def _optimizers(self) -> list[Optimizer]:
+        """The optimizers that have parameters: Lightning's stand-in for none has no state."""
+        optimizers = self._trainer.strategy.optimizers
+        return [found for found in optimizers if not isinstance(found, _lightning.MockOptimizer)]
+
+    def _close_averages(self) -> None:
+        for average in self._averages:
+            average.close(self._can_restore())
+
+    def _can_restore(self) -> bool:
+        return self._is_set_up and self.can_gather()
+
+    def _cut(self, partition: Partition) -> None:
+        for average in self._averages:
+            average.cut(partition)
+        groups, trainer = self._world.groups, self._trainer
+        if self._world.rank == 0 and trainer.enable_autolog_hparams:
+            how = saving.record(self._chunks, groups.stages, groups.replicas, partition)
+            chosen = {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
+            self._logged.tell(trainer.loggers, {**how, **chosen})
+
+    # ------------------------------------------------------------------ steps
+
+    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's training step. Collective over the pipeline."""
+        self.pipeline.begin_step(0, self._trainer.fit_loop.epoch_loop.total_batch_idx)
+        with self._guarded():
+            return step(*args, **kwargs)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step of validation, test or prediction. Collective over the pipeline."""
+        self._evaluations += 1
+        self.pipeline.begin_step(1, self._evaluations)
+        with self._guarded():
+            return step(*args, **kwargs)
+
+    @contextmanager
+    def backward(self, loss: Tensor, retain: bool) -> Generator[Tensor, None, None]:
+        """Run a backward inside this context. Collective over the pipeline.
+
+        Args:
+            loss: The user's loss, the same on every stage.
+            retain: Whether its graph is needed once more.
+
+        Yields:
+            The loss to differentiate on this stage.
+        """
+        self._is_steered = True
+        try:
+            with (
+                self._guarded(),
+                self.pipeline.backward(loss, retain, not self._accumulating) as own,
+            ):
+                yield own
+        finally:
+            self._is_steered = False
+
+    def _backward_alone(
+        self,
+        backward: Callable[..., None],
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run a backward that the user has called by himself, where there is one stage."""
+        call = partial(backward, tensors, grad_tensors, retain_graph, *args, **kwargs)
+        if self._is_steered:
+            call()
+            return
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        loss = torch.stack([tensor.sum() for tensor in listed]).sum()  # leads to the same graph
+        with self.backward(loss, bool(retain_graph)):
+            call()
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Leave gradients outside the backbone unsummed, to accumulate them first."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    # ------------------------------------------------------------------ gradients
+
+    def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """See :meth:`GPipeStrategy.grad_norm`. Collective over the pipeline."""
+        return gradient_norm(parameters, self.pipeline.owner, self._world.groups, norm_type)
+
+    def clip(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, only_finite: bool
+    ) -> Tensor:
+        """See :meth:`GPipeStrategy.clip_grad_norm_`. Collective over the pipeline."""
+        total = self.grad_norm(parameters, norm_type)
+        if only_finite and not total.isfinite():
+            raise RuntimeError(
+                f"The norm of the gradients is {total.item()}, so they can't be clipped: look for"
+                " the first step with an infinite loss, or give error_if_nonfinite=False."
+            )
+        scale_to_norm(parameters, total, max_norm)
+        return total
+
+    @contextmanager
+    def _guarded(self) -> Generator[None, None, None]:
+        """Tell every rank of an error at once, and raise the first one of the run."""
+        try:
+            yield
+        except Exception as error:
+            first = self._world.report(error)
+            if first is None or first.rank == self._world.rank or first.text in str(error):
+                raise
+            raise RemoteError(str(first)) from None
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole module's state dict on rank 0; the same keys elsewhere. Collective."""
+        if not self.can_gather():
+            state: dict[str, Any] = self.pipeline.module.state_dict()
+            return state
+        return self.pipeline.state_dict()
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's whole state on rank 0; this stage's part elsewhere. Collective."""
+        if not self.can_gather():
+            return optimizer.state_dict()
+        return self.pipeline.optimizer_state_dict(optimizer)
+
+    def load_optimizer_states(
+        self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
+    ) -> None:
+        """Load this stage's part of the optimizers' state."""
+        for optimizer, state in zip(optimizers, states, strict=False):
+            optimizer.load_state_dict(self.pipeline.own_optimizer_state(optimizer, state))
+        self.pipeline.adopt_optimizers()
+
+
+def _end_on_sigterm(loop: Any) -> None:
+    """End before a batch, if a handler of the user's has noted a SIGTERM."""
+    if loop.trainer.received_sigterm:
+        raise SIGTERMException
+
+
+@contextmanager
+def _synchronized_batch_norm(
+    module: nn.Module, layer_sync: Any, groups: Groups
+) -> Generator[None, None, None]:
+    """Put SyncBatchNorm in where it is wanted, over the replicas.
+
+    Args:
+        module: The user's module.
+        layer_sync: The Trainer's plugin; None: it isn't wanted.
+        groups: The process groups.
+    """
+    with ExitStack() as undo:
+        if groups.replicas > 1 and layer_sync is not None:
+            layer_sync.apply(module)
+            undo.callback(layer_sync.revert, module)
+        for part in module.modules():
+            if groups.replicas > 1 and isinstance(part, nn.SyncBatchNorm):
+                part.process_group = groups.siblings.data
+        yield

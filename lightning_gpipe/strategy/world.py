@@ -1,0 +1,301 @@
+"""The processes of a run: their places, groups, watchdog and signals, and what they reduce."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import NoneType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.failure.deadlines import Deadlines
+from lightning_gpipe.failure.reason import Failure, Kind
+from lightning_gpipe.failure.screen import LastWord
+from lightning_gpipe.failure.watchdog import Watchdog
+from lightning_gpipe.strategy import _lightning
+from lightning_gpipe.strategy.launcher import expecting_all, wait_for_children
+from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
+from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A process's place. The ranks of a pipeline are adjacent.
+
+    Args:
+        rank: This process.
+        world_size: The number of processes.
+        stages: K.
+    """
+
+    rank: int
+    world_size: int
+    stages: int
+
+    @property
+    def stage(self) -> int:
+        """The stage that this process runs."""
+        return self.rank % self.stages
+
+    @property
+    def replica(self) -> int:
+        """This process's pipeline."""
+        return self.rank // self.stages
+
+    @property
+    def replicas(self) -> int:
+        """D, the number of pipelines."""
+        return self.world_size // self.stages
+
+    def check(self) -> None:
+        """Refuse a number of processes that pipelines can't be made of.
+
+        Raises:
+            ValueError: With what to do instead.
+        """
+        if self.world_size % self.stages:
+            raise ValueError(
+                f"{self.world_size} processes can't be divided into pipelines of"
+                f" stages={self.stages}: choose devices x num_nodes as a multiple of stages, or"
+                " stages='auto' for one pipeline per node."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How processes find and wait for each other.
+
+    Args:
+        environment: Ranks and addresses.
+        device: This process's device.
+        backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
+        timeout: How long a process waits for another before it gives up.
+        deadlines: How long each side of a failure is waited for.
+        processes: Of this node.
+        nodes: The number of nodes.
+    """
+
+    environment: ClusterEnvironment
+    device: torch.device
+    backend: str | None
+    timeout: timedelta
+    deadlines: Deadlines
+    processes: int
+    nodes: int
+
+    def backend_name(self) -> str:
+        """The backend for the tensors, in small letters."""
+        return (self.backend or _lightning.default_backend(self.device)).lower()
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Wait for all processes inside, and say why if they don't come."""
+        first = self.environment.node_rank() * self.processes
+        with expecting_all(first, self.deadlines.grace_s):
+            try:
+                yield
+            except RuntimeError as error:
+                raise (explain_connections(error) if self.nodes > 1 else error) from None
+
+
+class World:
+    """The connected processes of a run: from ``setup_environment`` to ``teardown``. Collective.
+
+    The watchdog goes on until :meth:`finish`, since hooks may fail after the teardown.
+
+    Args:
+        layout: This process's place.
+        connection: How the processes find each other.
+        is_interrupted: Whether the run has failed, so that nobody can be waited for.
+        pass_on: Sends a signal to the processes that this one has started.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        connection: Connection,
+        is_interrupted: Callable[[], bool],
+        pass_on: Callable[[int], object],
+    ) -> None:
+        layout.check()
+        self._layout, self._connection = layout, connection
+        self._is_interrupted = is_interrupted
+        self._watchdog: Watchdog | None = None
+        self._abortable: list[Any] = []
+        backend, device = connection.backend_name(), connection.device
+        with connection.expected():
+            join_world(connection.environment, backend, connection.timeout, device)
+            self._abortable.append(dist.group.WORLD)
+            if layout.world_size > 1:
+                self._watchdog = self._watch()
+            try:
+                self.groups = Groups.connect(layout.stages, backend, device, connection.timeout)
+            except BaseException as error:
+                self.report(error)
+                self._leave()
+                raise
+        self._abortable += self.groups.all_groups
+        self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
+        environment, self._requeue = connection.environment, None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._layout.rank
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the run, if it has failed."""
+        return self._watchdog.failure if self._watchdog is not None else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become None in a copy of the Trainer, which is outside of the run."""
+        return NoneType, ()
+
+    def can_wait(self) -> bool:
+        """Whether the other processes can be waited for."""
+        return not self._is_interrupted()
+
+    def close(self) -> None:
+        """Leave the groups: with the others at the end of a run, at once after an error."""
+        try:
+            if self.can_wait():
+                self.groups.close()
+        finally:
+            if not self.can_wait():
+                self._leave()
+
+    def finish(self) -> None:
+        """Wait until all ranks are through with a run and its hooks. Collective.
+
+        Raises:
+            RemoteError: If another rank has failed in one of its hooks.
+        """
+        failure = self._watchdog.finish() if self._watchdog is not None else None
+        if failure is not None:
+            raise RemoteError(str(failure))
+        self._leave()
+
+    def report(self, error: BaseException) -> Failure | None:
+        """Tell all ranks that the run has failed.
+
+        Returns:
+            The first failure of the run; None if nobody can tell.
+        """
+        kind: Kind | None = "sigterm" if isinstance(error, SIGTERMException) else None
+        return self._watchdog.report(error, kind) if self._watchdog is not None else None
+
+    def prepare_last_word(self, error: BaseException, failure: Failure) -> None:
+        """Let the process end with the first failure of the run, when all have ended."""
+        wait = partial(wait_for_children, self._connection.deadlines.grace_s)
+        LastWord.install(error, failure, self.rank, wait)
+
+    def take_signals(self) -> None:
+        """Take the place of Lightning's handlers, which it has just installed.
+
+        One process has nobody who waits for it: Lightning's own do then.
+        """
+        if self._layout.world_size == 1:
+            return
+        self._on_sigterm.install()
+        if self._requeue is not None:
+            self._requeue.install()
+
+    def requeue_if_asked(self) -> None:
+        """Save and requeue, if SLURM has announced the end to any rank. Collective."""
+        requeue, device = self._requeue, self._connection.device
+        if requeue is not None and agree(requeue.is_pending, device, all_of_them=False):
+            requeue.run()
+
+    def _watch(self) -> Watchdog:
+        layout, connection = self._layout, self._connection
+        return Watchdog(
+            layout.rank,
+            layout.stages,
+            layout.world_size,
+            connection.environment.main_address,
+            broadcast,
+            self._abort,
+            connection.device.type == "cpu",
+            connection.deadlines,
+        )
+
+    def _leave(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            if self._watchdog.failure is not None:
+                leave_world()
+            self._watchdog = None
+
+    def _abort(self) -> None:
+        threads = [  # the first may block until the others are aborted
+            threading.Thread(target=_abort, args=(group,), name="gpipe-abort", daemon=True)
+            for group in self._abortable
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self._connection.deadlines.grace_s)
+
+
+def _abort(group: Any) -> None:
+    with suppress(Exception):  # the run has failed already, for another reason
+        group.abort()
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for all processes, if they are connected."""
+    if not _lightning.distributed_is_initialized():
+        return
+    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+
+
+def broadcast(value: _T, source: int = 0) -> _T:
+    """Give all processes an object of one, if they are connected."""
+    if not _lightning.distributed_is_initialized():
+        return value
+    objects = [value]
+    dist.broadcast_object_list(objects, source)
+    return objects[0]
+
+
+def agree(decision: bool, device: torch.device, all_of_them: bool) -> bool:
+    """Whether all processes, or any of them, have decided so, if they are connected."""
+    if not _lightning.distributed_is_initialized():
+        return decision
+    votes = torch.tensor(int(decision), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN if all_of_them else dist.ReduceOp.MAX)
+    return bool(votes)
+
+
+def reduce(tensor: Any, group: Any, operation: Any) -> Any:
+    """Reduce a value over a group of processes; None: nobody else has a part of it."""
+    if group is None or not isinstance(tensor, Tensor):
+        return tensor
+    return _lightning.reduce(tensor, group, operation)
+
+
+def all_gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+    """Gather a value from a group of processes; None: nobody else has a part of it.
+
+    Returns:
+        ``[processes, …]``, or the tensor itself if nobody else has a part of it.
+    """
+    return tensor if group is None else _lightning.all_gather(tensor, group, sync_grads)

@@ -1,0 +1,211 @@
+"""What people do with the Trainer and the module during and after a run, whatever K is."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelSummary, StochasticWeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+
+class Copies(L.Callback):
+    """Copies the callbacks, pickles the Trainer, and draws numbers, in the middle of a run."""
+
+    def on_train_batch_end(self, run: Any, *_: Any) -> None:
+        self.copied = [type(callback) for callback in copy.deepcopy(run.callbacks)]
+        self.pickled = pickle.loads(pickle.dumps(run)).strategy
+
+
+def objects(stages: int) -> None:
+    copies = Copies()
+    run = trainer(
+        devices=stages,
+        strategy=GPipeStrategy(2),
+        max_steps=1,
+        callbacks=[copies, ModelSummary(), EarlyStopping("loss"), StochasticWeightAveraging(1e-2)],
+    )
+    run.fit(models.Module())
+    assert Copies in copies.copied
+    assert EarlyStopping in copies.copied
+    assert copies.pickled.stages == stages
+    again = pickle.loads(pickle.dumps(run))
+    assert again.global_step == 1
+    assert again.strategy.partition.sizes == run.strategy.partition.sizes
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_callbacks_are_copied_in_a_hook_and_the_trainer_pickles(stages: int) -> None:
+    run_ranks(objects, stages, stages)
+
+
+class Hyper(models.Module):
+    def __init__(self, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def points(stages: int, kind: type[models.Module], folder: str) -> int:
+    """How many points of TensorBoard's hp_metric a run writes."""
+    logger = TensorBoardLogger(folder, "", "")
+    run = trainer(devices=stages, strategy=GPipeStrategy(2), max_steps=1, logger=logger)
+    run.fit(kind())
+    run.test(kind(), kind().train_dataloader(), verbose=False)
+    events = EventAccumulator(folder).Reload()
+    if run.is_global_zero:
+        assert logger.hparams["gpipe"]["stages"] == stages
+    return len(events.Scalars("hp_metric")) if "hp_metric" in events.Tags()["scalars"] else 0
+
+
+class Tested(models.Module):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(*batch)
+
+
+class HyperTested(Hyper, Tested):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Tested, 0), (HyperTested, 2)])
+def test_no_point_of_hp_metric_but_lightnings_own(
+    kind: type[models.Module], expected: int, tmp_path: Path
+) -> None:
+    assert run_ranks(points, 2, 2, kind, str(tmp_path))[0] == expected
+
+
+class Warned(models.Module):
+    """Earns two of Lightning's warnings."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("it is recommended to use `sync_dist=True`", 1)  # an int
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(*batch), on_epoch=True)
+
+    val_dataloader = models.Module.train_dataloader
+
+
+def warned(stages: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(devices=stages, strategy=GPipeStrategy(2), max_steps=1).fit(Warned())
+    return [str(warning.message) for warning in caught]
+
+
+def test_lightnings_warnings_arrive_but_that_of_sync_dist() -> None:
+    texts = run_ranks(warned, 2, 2)[0]
+    assert any("You called `self.log('it is recommended" in text for text in texts)
+    assert not any("when logging on epoch level in distributed" in text for text in texts)
+
+
+class Terminates(L.Callback):
+    def on_train_batch_end(self, run: Any, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(stages: int) -> tuple[str, bool]:
+    run = trainer(devices=stages, strategy=GPipeStrategy(2), max_epochs=1, callbacks=[Terminates()])
+    said = ""
+    try:
+        run.fit(models.Module())
+    except BaseException as error:
+        said = type(error).__name__
+    return said, run.received_sigterm
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_received_sigterm_is_set(stages: int) -> None:
+    for said, received in run_ranks(terminated, stages, stages):
+        assert (said, received) == ("SIGTERMException", True)
+
+
+class Counts(models.Module):
+    """Reads the number of devices, as a learning rate for them does."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3 * self.trainer.world_size)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        assert 8 // self.trainer.world_size
+        return models.Module().train_dataloader()
+
+
+def counted(kind: type[models.Module], data: Any, stages: int) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(devices=stages, strategy=GPipeStrategy(2), max_steps=1)
+        run.fit(kind(), datamodule=data)
+    return sum("is meant to use trainer.strategy.replicas (1)" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "stages", "expected"),
+    [
+        (Counts, None, 2, 1),
+        (models.Module, Data(), 2, 1),
+        (models.Module, None, 2, 0),
+        (Counts, None, 1, 0),
+    ],
+)
+def test_world_size_in_a_module_or_datamodule_is_warned_of_once(
+    kind: type[models.Module], data: Any, stages: int, expected: int
+) -> None:
+    assert run_ranks(counted, stages, kind, data, stages)[0] == expected
+
+
+class DrawsOnOneRank(L.Callback):
+    """Draws random numbers where ranks differ: before steps, between them, and in validation."""
+
+    def draw(self, run: L.Trainer) -> None:
+        if run.is_global_zero:
+            torch.rand(3)
+
+    def on_train_batch_start(self, run: L.Trainer, *_: Any) -> None:
+        self.draw(run)
+
+    on_train_batch_end = on_validation_batch_start = on_validation_end = on_train_batch_start
+
+
+class Noisy(models.Module):
+    """Adds noise in every step."""
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x + 0.1 * torch.rand_like(x), y + torch.rand(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(*batch))
+
+    val_dataloader = models.Module.train_dataloader
+
+
+def drawn(stages: int, is_pipeline: bool) -> Any:
+    L.seed_everything(3, verbose=False)
+    module = Noisy()
+    strategy: Any = GPipeStrategy(2) if is_pipeline else "auto"
+    run = trainer(devices=stages, strategy=strategy, max_epochs=2, callbacks=[DrawsOnOneRank()])
+    run.fit(module)
+    return module.state_dict(), run.callback_metrics
+
+
+def test_random_numbers_of_a_rank_zero_callback_are_those_of_one_device() -> None:
+    plain = run_ranks(drawn, 1, 1, False)[0]
+    for found in run_ranks(drawn, 2, 2, True):
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
