@@ -294,7 +294,7 @@ CASES = {
     "the autoencoder of the first page": Case(Autoencoder, backbone="encoder", atol=1e-6),
     "LightningTransformer": Case(Demo, backbone="model.transformer.encoder.layers", atol=1e-5),
     "training_step returns None": Case(Skips),
-    "LBFGS": Case(Lbfgs, atol=1e-7),
+    "LBFGS": Case(Lbfgs, atol=1e-6),
     "SAM": Case(SharpnessAware),
     "no optimizer": Case(NoOptimizer),
     "loss.backward() in manual optimization": Case(Alone),

@@ -71,16 +71,16 @@ def points(stages: int, kind: type[models.Module], folder: str) -> int:
     return len(events.Scalars("hp_metric")) if "hp_metric" in events.Tags()["scalars"] else 0
 
 
-class Tested(models.Module):
+class WithTest(models.Module):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(*batch)
 
 
-class HyperTested(Hyper, Tested):
+class HyperWithTest(Hyper, WithTest):
     pass
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Tested, 0), (HyperTested, 2)])
+@pytest.mark.parametrize(("kind", "expected"), [(WithTest, 0), (HyperWithTest, 2)])
 def test_no_point_of_hp_metric_but_lightnings_own(
     kind: type[models.Module], expected: int, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def is_read_by_user(frame: FrameType) -> bool:
     if trainer is None or trainer.f_code is not _READS_WORLD_SIZE or trainer.f_back is None:
         return False
     reader = trainer.f_back
-    if reader.f_globals.get("__name__", "").partition(".")[0] in {"lightning", __package__}:
+    if reader.f_globals.get("__name__", "").partition(".")[0] in {"lightning", "lightning_gpipe"}:
         return False
     names = reader.f_code.co_varnames[:1]
     reads = reader.f_locals.get(names[0]) if names else None
