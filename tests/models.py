@@ -89,6 +89,16 @@ class Chained(Around):
         return nn.functional.mse_loss(third, y) + second.square().mean() + first.sin().mean()
 
 
+class ChainedAndDropped(Around):
+    """Calls on the output of another, which nobody keeps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        for _ in range(3):
+            h = self.backbone(h)
+        return self.after(h)
+
+
 class Shared(Around):
     """One weight in the first and last layer of the backbone, another inside and outside."""
 

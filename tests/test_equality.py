@@ -22,6 +22,7 @@ CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
     "skip": (models.Skip, 4),
     "two calls": (models.TwoCalls, 3),
     "chained": (models.Chained, 4),
+    "chained, outputs dropped": (models.ChainedAndDropped, 4),
     "shared weights": (models.Shared, 4),
     "same module twice": (models.SameModule, 3),
     "in place": (models.InPlace, 3),

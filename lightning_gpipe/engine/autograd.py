@@ -9,7 +9,8 @@ returns the input's gradient. On the last stage a backward from the loss goes th
 others the loss's gradient is nobody's business: a ``SteerNode`` gives them a loss of the same value
 whose graph leads straight to the tokens of the calls that the last stage reaches. So one traversal
 of autograd runs on each stage, in the same order, and calls may be chained, skipped around, or
-share what stands before them. A token lives as long as the graph of its output, no longer.
+share what stands before them. A token lives as long as the graph of its output, or of a call that
+follows on it, no longer.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, number: int, run_backward: RunBackward, anchor: Tensor, *sources: Tensor
+        ctx: Any,
+        number: int,
+        run_backward: RunBackward,
+        tokens: list[Tensor],
+        anchor: Tensor,
+        *sources: Tensor,
     ) -> Tensor:
         ctx.gpipe_call, ctx.run_backward = number, run_backward
+        ctx.tokens = tokens  # of the calls before: a node alone doesn't keep its tensor alive
         ctx.set_materialize_grads(False)
         return torch.zeros_like(anchor)
 
@@ -42,8 +49,8 @@ class CallNode(torch.autograd.Function):
                 "create_graph=True, so a gradient penalty, is not supported through the backbone."
             )
         gradients = ctx.run_backward()
-        sources = len(ctx.needs_input_grad) - 3
-        return (None, None, None, *(gradients or [None] * sources))
+        sources = len(ctx.needs_input_grad) - 4
+        return (None, None, None, None, *(gradients or [None] * sources))
 
 
 class ExitNode(torch.autograd.Function):

@@ -175,18 +175,27 @@ class DeferredBatchNorm:
         if tracked is not None and over_batch:
             tracked.add_(1)
         momentum = layer.momentum
-        if momentum is None:  # cumulative average; InstanceNorm knows none
-            momentum = 0.0 if not over_batch else 1.0 if tracked is None else 1.0 / float(tracked)
         dtype = torch.promote_types(mean.dtype, torch.float32)
+        share: Tensor | float = 0.0 if momentum is None else momentum
+        if momentum is None and over_batch:  # cumulative average; InstanceNorm knows none
+            share = 1.0 if tracked is None else tracked.to(dtype).reciprocal()
         means, variances = torch.stack(use.mean).to(dtype), torch.stack(use.variance).to(dtype)
         count = means.new_tensor(use.count).unsqueeze(1)
         total = sum(use.count)
         if not over_batch:
-            mean.mul_(1 - momentum).add_((count * means).sum(0) / total, alpha=momentum)
-            variance.mul_(1 - momentum).add_((count * variances).sum(0) / total, alpha=momentum)
+            _move_by(mean, (count * means).sum(0) / total, share)
+            _move_by(variance, (count * variances).sum(0) / total, share)
             return
         shift = means - means[0]  # small next to a large mean: no digits are lost
         pooled_shift = (count * shift).sum(0) / total
         pooled = ((count - 1) * variances).sum(0) + (count * (shift - pooled_shift).square()).sum(0)
-        mean.mul_(1 - momentum).add_(means[0] + pooled_shift, alpha=momentum)
-        variance.mul_(1 - momentum).add_(pooled / (total - 1), alpha=momentum)
+        _move_by(mean, means[0] + pooled_shift, share)
+        _move_by(variance, pooled / (total - 1), share)
+
+
+def _move_by(running: Tensor, seen: Tensor, share: Tensor | float) -> None:
+    """Fold a statistic into a running one. A share on the device stays there: no host waits."""
+    if isinstance(share, Tensor):
+        running.mul_(1 - share).add_(seen * share)
+    else:
+        running.mul_(1 - share).add_(seen, alpha=share)

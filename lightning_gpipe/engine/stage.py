@@ -213,12 +213,19 @@ class Stage:
                 reach it.
             retain: Whether the graph is needed once more.
             hand_on: Takes the gradient of each input leaf that wants one, with the strides that
-                autograd gave it; not called where none does.
+                autograd gave it; not called where none does. Called as soon as the gradient is
+                there, while the reducer of the replicas may still be at work.
             also: A scalar to run the same backward from.
         """
         record = call.micro_batches[m]
-        caught: list[Gradients] = []
-        record.catch.take = caught.append
+        handed_on = False
+
+        def take(input_gradients: Gradients) -> None:
+            nonlocal handed_on
+            handed_on = True
+            hand_on(input_gradients)
+
+        record.catch.take = take
         pairs = [
             (root, gradient)
             for root, gradient in zip(record.roots or [], gradients, strict=True)
@@ -232,8 +239,8 @@ class Stage:
             edges, given = zip(*pairs, strict=True)
             torch.autograd.backward(edges, given, retain_graph=retain and record.stored is None)
         wanted = sum(record.input_requires_grad)
-        if wanted:
-            hand_on(caught[0] if caught else [None] * wanted)
+        if wanted and not handed_on:  # the loss doesn't reach it
+            hand_on([None] * wanted)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)

@@ -65,11 +65,11 @@ class Steering:
             The outputs, with a graph.
         """
         if self._groups.is_first:
-            sources = [tensor for tensor in inputs if tensor.requires_grad]
+            sources, tokens = [tensor for tensor in inputs if tensor.requires_grad], []
         else:  # the input's gradient arises on the first stage; only the order matters here
             behind = sorted(calls_behind(inputs))
-            sources = [self._tokens[n] for n in behind if n in self._tokens]
-        token: Tensor = CallNode.apply(number, run_backward, self._anchor, *sources)
+            sources = tokens = [self._tokens[n] for n in behind if n in self._tokens]
+        token: Tensor = CallNode.apply(number, run_backward, tokens, self._anchor, *sources)
         self._tokens[number] = token
         joined: tuple[Tensor, ...] = ExitNode.apply(catch, token, outputs)
         return joined
