@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
+from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.random_state import seed_torch
@@ -63,6 +64,8 @@ class StageCall:
     Args:
         context: What surrounds the forward.
         modes: Which of the stage's modules were in training.
+        count: M.
+        buffers: The layers' buffers; None where nothing needs to be known of them.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
@@ -70,6 +73,8 @@ class StageCall:
 
     context: ForwardContext
     modes: tuple[bool, ...]
+    count: int
+    buffers: CallBuffers | None
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
 
@@ -103,6 +108,7 @@ class Stage:
         self._modules = list(unique.values())
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
+        self._buffers = LayerBuffers(self._modules)
 
     def close(self) -> None:
         """Let go of the layers."""
@@ -116,7 +122,8 @@ class Stage:
             sizes: Samples in each micro-batch.
         """
         self._batch_norm.begin(sizes)
-        return StageCall(context, self._modes())
+        modes = self._modes()
+        return StageCall(context, modes, len(sizes), self._buffers.begin(modes))
 
     def end_forward(self, call: StageCall) -> None:
         """End the forward part of a call, once all its micro-batches are forwarded."""
@@ -155,6 +162,9 @@ class Stage:
                 if not keep_graph:
                     stack.enter_context(saved_tensors_hooks(_drop, _dropped))
                 entered = _entered(inputs, record)
+            stack.enter_context(
+                self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph)
+            )
             stack.enter_context(self._batch_norm.micro_batch(recompute=False))
             outputs = self._run(m, entered, call.context)
         record.output_requires_grad = [
@@ -187,7 +197,8 @@ class Stage:
         with (
             torch.enable_grad(),
             call.context.restored(),
-            self._as_in(call),
+            self._in_modes(call.modes),
+            self._buffers.recompute(call.buffers, m, once_more=keep_input),
             self._batch_norm.micro_batch(recompute=True),
         ):
             inputs = _entered(record.stored, record)
@@ -264,31 +275,18 @@ class Stage:
         return Tree.of(value, f"The output of layer {next(reversed(self._layers))} of the backbone")
 
     @contextmanager
-    def _as_in(self, call: StageCall) -> Iterator[None]:
-        """Put the modules in the modes of the forward, on copies of the buffers that they may move.
-
-        Floating-point buffers and small ones are copied whether they moved or not: a fused kernel,
-        such as batch norm's, moves them without a trace.
-        """
-        modes = self._modes()
-        kept = [(m, dict(m._buffers)) for m in self._modules]
-        for (module, buffers), training in zip(kept, call.modes, strict=True):
-            module.training = training
-            if training:
-                module._buffers.update(
-                    {
-                        name: buffer.clone()
-                        for name, buffer in buffers.items()
-                        if buffer is not None
-                        and (buffer.is_floating_point() or buffer.numel() < 64)
-                    }
-                )
+    def _in_modes(self, modes: tuple[bool, ...]) -> Iterator[None]:
+        """Put the modules in the modes of the forward."""
+        before = self._modes()
         try:
+            self._set_modes(modes)
             yield
         finally:
-            for (module, buffers), training in zip(kept, modes, strict=True):
-                module.training = training
-                module._buffers.update(buffers)
+            self._set_modes(before)
+
+    def _set_modes(self, modes: tuple[bool, ...]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            module.training = training
 
 
 class _Entry(torch.autograd.Function):
