@@ -119,7 +119,7 @@ class LayerBuffers:
         found = self._newly_moved(call)
         silent = self._silently_moved(call, found) if close or is_last else set()
         if silent and not close and micro_batches > 1:
-            place = next(iter(silent))
+            place = next(place for place in call.known if place in silent)
             raise RuntimeError(
                 f"The buffer '{place.name}' of {type(place.module).__name__} was changed without a"
                 " trace (through .data, or by a kernel that doesn't tell), in a later step than the"
