@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import lightning_gpipe
 
 PACKAGE = Path(lightning_gpipe.__file__).parent
+DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 #: What each room may import of the package, besides itself.
 MAY_IMPORT = {
@@ -116,3 +118,35 @@ def test_rooms_stay_small() -> None:
                 if length > 250:
                     long.append(f"{path.name}, {node.name}: {length} lines")
     assert long == []
+
+
+def not_implied() -> set[tuple[str, str]]:
+    """The table's arrows without those that follow from others."""
+    beyond: dict[str, set[str]] = {}
+
+    def reached(room: str) -> set[str]:
+        if room not in beyond:
+            others = MAY_IMPORT[room] - {room}
+            beyond[room] = others.union(*(reached(other) for other in others))
+        return beyond[room]
+
+    return {
+        (room, other)
+        for room in MAY_IMPORT
+        for other in MAY_IMPORT[room]
+        if not any(other in reached(between) for between in MAY_IMPORT[room])
+    }
+
+
+def test_the_design_draws_the_rooms_as_they_are() -> None:
+    (drawing,) = re.findall(r"```mermaid\ngraph TD\n(.*?)```", DESIGN.read_text(), re.DOTALL)
+    arrows = re.findall(r"^ +(\w+) --> (\w+)$", drawing, re.MULTILINE)
+    assert len(arrows) == len(drawing.splitlines()), "a line that isn't an arrow"
+    assert sorted(arrows) == sorted(not_implied())
+
+
+def test_the_design_names_modules_that_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", DESIGN.read_text()))
+    ours = {name for name in named if not name.startswith("tests/")}
+    assert len(ours) > 20
+    assert sorted(name for name in ours if not (PACKAGE / name).exists()) == []
