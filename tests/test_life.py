@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
@@ -153,3 +156,58 @@ def test_a_rank_without_the_module_stays_without() -> None:
     first, second = run_ranks(on_meta, 2)
     assert first == [(False, False)] * 2
     assert second == [(True, True)] * 2
+
+
+class Unsavable(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        raise KeyError("state")
+
+
+class Trained(Living):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind = Unsavable if self.optimizer == "unsavable" else torch.optim.SGD
+        return kind(self.parameters(), lr=0.1)
+
+
+def failing_at_the_end() -> tuple[str, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module, said = Trained("unsavable"), ""
+    try:
+        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(module)
+    except KeyError as error:
+        said = str(error)
+    return said, module.state_dict()
+
+
+def test_an_error_in_the_teardown_leaves_the_trained_weights() -> None:
+    torch.manual_seed(0)
+    module = Trained()
+    trainer(devices=1, max_epochs=1).fit(module)
+    for said, state in run_ranks(failing_at_the_end, 2):
+        assert "state" in said
+        torch.testing.assert_close(state, module.state_dict(), rtol=0, atol=1e-10)
+
+
+def save_on_exception(folder: str) -> tuple[str, list[str]]:
+    saving = ModelCheckpoint(folder, save_on_exception=True, every_n_train_steps=1000)
+    run = trainer(
+        devices=2,
+        max_epochs=1,
+        strategy=GPipeStrategy(3),
+        enable_checkpointing=True,
+        callbacks=[saving, Breaks()],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(Exception, match="the disk is full"):
+            run.fit(Living())
+    return f"{saving._last_checkpoint_saved}{saving.last_model_path}", [
+        str(warning.message) for warning in caught
+    ]
+
+
+def test_no_file_is_named_that_was_not_saved_after_an_exception(tmp_path: Path) -> None:
+    named, texts = run_ranks(save_on_exception, 2, str(tmp_path))[0]
+    assert named == ""
+    assert any("at the exception is not saved, because the run has failed" in t for t in texts)
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import platform
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +237,60 @@ def save_in_the_background(folder: Path) -> str:
     run.save_checkpoint(folder / "saved.ckpt")
     run.strategy.checkpoint_io.teardown()
     return type(plugin.checkpoint_io).__name__
+
+
+class Slow(AsyncCheckpointIO):
+    """Takes its time, and notes which files there are when one is removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[int] = []
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        assert self._executor is not None
+        self._executor.submit(time.sleep, 0.2)  # what follows waits
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.left.append(len(list(Path(path).parent.glob("*.ckpt"))))
+        super().remove_checkpoint(path)
+
+
+def replace_in_the_background(folder: Path) -> list[int]:
+    plugin = Slow()
+    run = trainer(
+        devices=2,
+        max_epochs=3,
+        strategy=GPipeStrategy(2),
+        plugins=[plugin],
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, save_top_k=1, every_n_epochs=1)],
+    )
+    run.fit(Long())
+    return plugin.left
+
+
+def test_a_file_stays_until_the_one_that_replaces_it_is_written(tmp_path: Path) -> None:
+    left = run_ranks(replace_in_the_background, 2, tmp_path)[0]
+    assert left == [2, 2], "old and new, when the old one goes"
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+def test_what_a_killed_process_has_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    target, host = tmp_path / "saved.ckpt", platform.node()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = [tmp_path / f"saved.ckpt.{host}-{ended.pid}.tmp"]
+    kept = [
+        tmp_path / f"saved.ckpt.{host}-{os.getppid()}.tmp",  # still running
+        tmp_path / f"saved.ckpt.another-{ended.pid}.tmp",  # who knows
+        tmp_path / f"other.ckpt.{host}-{ended.pid}.tmp",
+        tmp_path / "saved.ckpt.tmp",
+    ]
+    for path in (*gone, *kept):
+        path.write_bytes(b"")
+    WholeFileIO().save_checkpoint({"state_dict": {}}, target)
+    assert sorted(tmp_path.iterdir()) == sorted([target, *kept])
 
 
 def test_saving_in_the_background(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_gpipe.tensors import strides
 
 Kind: TypeAlias = Literal[
     "batch",
+    "generators",
     "call",
     "output",
     "backward",

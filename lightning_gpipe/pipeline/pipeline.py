@@ -167,9 +167,11 @@ class Pipeline:
     def _restore(self) -> None:
         """Bring weights and optimizers' state back. Collective."""
         optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
-        states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
-        outside_to(self.module, self.body, HOST)
-        self.tensors.restore()
+        try:
+            states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
+        finally:  # the weights come back whatever an optimizer does
+            outside_to(self.module, self.body, HOST)
+            self.tensors.restore()
         for optimizer, state in zip(optimizers, states, strict=True):
             if groups.is_first and groups.replica == 0:
                 optimizer.load_state_dict(state)

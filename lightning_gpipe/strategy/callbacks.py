@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import (
     Callback,
+    ModelCheckpoint,
     ModelSummary,
     StochasticWeightAveraging,
     ThroughputMonitor,
@@ -27,7 +28,7 @@ from typing_extensions import override
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.state.averages import AveragedCopy
-from lightning_gpipe.strategy import patches
+from lightning_gpipe.strategy import patches, saving
 from lightning_gpipe.strategy.summary import forward_on_meta
 
 
@@ -55,6 +56,9 @@ def adapted(
     with (
         _throughput_of_pipelines(callbacks, groups.replicas, groups.stages),
         patches.FILTER_ON_OPTIMIZER.replaced(staticmethod(_not_in_optimizer)),
+        patches.SAVE_ON_EXCEPTION.replaced(
+            _if_possible(can_gather, ModelCheckpoint._should_save_on_exception)
+        ),
         patches.SUMMARY.replaced(_inside(on_meta, ModelSummary._summary)),
         patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
     ):
@@ -117,6 +121,21 @@ def _averages(callbacks: Iterable[object]) -> list[tuple[nn.Module, str]]:
             if copy is not None:
                 found.append((copy, "module." if is_wrapped else ""))
     return found
+
+
+def _if_possible(
+    can_gather: Callable[[], bool], should_save: Callable[..., bool]
+) -> Callable[..., bool]:
+    """Whether to save after an exception, where the other stages can be waited for."""
+
+    def should_save_here(callback: ModelCheckpoint, trainer: Any) -> bool:
+        if not should_save(callback, trainer):
+            return False
+        if not can_gather():
+            saving.warn_of_loss("The state at the exception")
+        return can_gather()
+
+    return should_save_here
 
 
 def _inside(

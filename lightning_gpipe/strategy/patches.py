@@ -127,6 +127,11 @@ def _missing(owner: str, name: str, reason: str) -> str:
 METRIC_SYNC = Target(
     "torchmetrics.Metric", "sync", "the stages of a pipeline see the same values: replicas count"
 )
+EPOCH_WARNING = Target(
+    "lightning.pytorch.trainer.connectors.logger_connector.result",
+    "_distributed_is_initialized",
+    "the means of an epoch don't differ between the stages of a pipeline",
+)
 SUMMARY = Target(
     "lightning.pytorch.callbacks.ModelSummary",
     "_summary",
@@ -184,6 +189,11 @@ ASYNC_REMOVE = Target(
     "a file must stay until the one that replaces it is written",
     of_instances=True,
 )
+SAVE_ON_EXCEPTION = Target(
+    "lightning.pytorch.callbacks.ModelCheckpoint",
+    "_should_save_on_exception",
+    "a file can't be named that isn't written, for want of the other stages",
+)
 LOG_GRAPH = Target(
     "lightning.pytorch.loggers.TensorBoardLogger",
     "log_graph",
@@ -203,6 +213,7 @@ SIGTERM_BROADCAST = Target(
 #: Everything that is replaced; a test walks it.
 TARGETS = (
     METRIC_SYNC,
+    EPOCH_WARNING,
     SUMMARY,
     FILTER_ON_OPTIMIZER,
     THROUGHPUT_WORLD,
@@ -213,6 +224,7 @@ TARGETS = (
     UNSCALE,
     TOTAL_NORM,
     ASYNC_REMOVE,
+    SAVE_ON_EXCEPTION,
     LOG_GRAPH,
     AUTOGRAD_BACKWARD,
     SIGTERM_BROADCAST,

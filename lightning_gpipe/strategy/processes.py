@@ -102,6 +102,8 @@ class ProcessesStrategy(PlacedStrategy):
             lambda: self.is_interrupted,
             self.launcher.kill if self.launcher is not None else lambda _: None,
         )
+        if self.world_size == 1 and self._settings.stages == "auto":
+            advice.explain_one_stage()
         if self.world_size > 1:
             callbacks.report_first(self._callbacks, self._world.report)
         if self.global_rank and callbacks.copies_module(self._callbacks):

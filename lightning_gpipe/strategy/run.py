@@ -37,6 +37,7 @@ from lightning_gpipe.strategy import (
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.world import World
+from lightning_gpipe.tensors.random_state import RandomState
 
 
 class Run:
@@ -169,6 +170,7 @@ class Run:
         """Run the user's training step. Collective over the pipeline."""
         self.pipeline.begin_step(0, self._trainer.fit_loop.epoch_loop.total_batch_idx)
         with self._guarded():
+            self._share_generators()
             return step(*args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +178,15 @@ class Run:
         self._evaluations += 1
         self.pipeline.begin_step(1, self._evaluations)
         with self._guarded():
+            self._share_generators()
             return step(*args, **kwargs)
+
+    def _share_generators(self) -> None:
+        """Go on from the first stage's generators: a callback may have drawn on one rank alone."""
+        groups = self._world.groups
+        if groups.stages > 1:
+            own = RandomState.current(groups.device) if groups.is_first else None
+            groups.pipeline.broadcast("generators", own, source=0).restore(groups.device)
 
     @contextmanager
     def backward(self, loss: Tensor, retain: bool) -> Generator[Tensor, None, None]:

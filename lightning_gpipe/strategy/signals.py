@@ -29,17 +29,19 @@ class EndOnSigterm:
         self._pass_on, self._is_ending = pass_on, is_ending
         self._process = os.getpid()
         self._users: list[Callable[..., Any]] = []
+        self._connectors: list[_lightning.SignalConnector] = []
 
     def install(self) -> None:
         """Take the place of Lightning's handler, but not of the user's, if there is one."""
         handlers = _handlers_of_lightning(signal.SIGTERM)
         if handlers is None:
             return
+        owners = [getattr(handler, "__self__", None) for handler in handlers]
+        self._connectors = [o for o in owners if isinstance(o, _lightning.SignalConnector)]
         self._users = [
             handler
-            for handler in handlers
-            if callable(handler)
-            and not isinstance(getattr(handler, "__self__", None), _lightning.SignalConnector)
+            for handler, owner in zip(handlers, owners, strict=True)
+            if callable(handler) and owner not in self._connectors
         ]
         signal.signal(signal.SIGTERM, self)
 
@@ -49,6 +51,8 @@ class EndOnSigterm:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        for connector in self._connectors:
+            connector.received_sigterm = True  # which callbacks read
         for handler in self._users:
             handler(number, frame)
         if not self._is_ending():
