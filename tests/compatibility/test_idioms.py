@@ -361,6 +361,17 @@ def _save(folder: str, alone: bool) -> None:
     run.fit(Halved(alone))
 
 
+def sized(folder: Path) -> None:
+    for size, replicas in run_ranks(_sizes, STAGES):
+        assert (size, replicas) == (STAGES, 1)
+
+
+def _sizes() -> tuple[int, int]:
+    run = trainer(devices=STAGES, strategy=GPipeStrategy(3), max_steps=1)
+    run.fit(Module())
+    return run.world_size, run.strategy.replicas
+
+
 ROWS: Rows = {
     "recurrent layers": Row(module=Recurrent),
     "InstanceNorm": Row(module=Instances),
@@ -385,6 +396,7 @@ ROWS: Rows = {
     "max_grad_norm of an optimizer": Refused("give it max_grad_norm=None", module=Clips),
     "gradients during accumulation": Shown(accumulated),
     "backward hooks of the backbone": Shown(hooked),
+    "trainer.world_size": Shown(sized),
     "torch.distributed": Shown(raw),
     "values in on_save_checkpoint": Shown(halved),
 }
