@@ -95,7 +95,7 @@ class Skips(Plain):
 
 class Lbfgs(Plain):
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.001, max_iter=3)
+        return torch.optim.LBFGS(self.parameters(), max_iter=2, line_search_fn="strong_wolfe")
 
 
 class SAM(torch.optim.Optimizer):

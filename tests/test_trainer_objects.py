@@ -33,6 +33,7 @@ class Copies(L.Callback):
 
 def objects(stages: int) -> None:
     copies = Copies()
+    averaging = [StochasticWeightAveraging(1e-2, 1)] if stages == 1 else []
     run = trainer(
         devices=stages,
         strategy=GPipeStrategy(2),
@@ -42,7 +43,7 @@ def objects(stages: int) -> None:
             copies,
             ModelSummary(),
             EarlyStopping("loss"),
-            StochasticWeightAveraging(1e-2, 1),
+            *averaging,
         ],
     )
     run.fit(models.Module())

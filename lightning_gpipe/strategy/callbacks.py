@@ -52,6 +52,7 @@ def adapted(
     Yields:
         The copies of the module that the callbacks keep.
     """
+    is_alone = groups.stages * groups.replicas == 1  # copies stay what they are then
     on_meta = partial(forward_on_meta, pipeline.module, pipeline.as_written, rank_zero_warn)
     with (
         _throughput_of_pipelines(callbacks, groups.replicas, groups.stages),
@@ -64,7 +65,7 @@ def adapted(
     ):
         yield [
             AveragedCopy(copy, f"{prefix}{pipeline.backbone}", groups, can_gather)
-            for copy, prefix in (_averages(callbacks) if averages else ())
+            for copy, prefix in (_averages(callbacks) if averages and not is_alone else ())
         ]
 
 
