@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_gpipe import GPipeStrategy
@@ -98,6 +99,43 @@ def copies() -> None:
 
 def test_a_loader_is_copied_without_its_pipeline() -> None:
     run_ranks(copies, 2)
+
+
+class Shard(IterableDataset[Any]):
+    """Shares its samples out by rank, as if every rank read data."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        share = get_rank() * (worker.num_workers if worker else 1) + (worker.id if worker else 0)
+        shares = torch.distributed.get_world_size() * (worker.num_workers if worker else 1)
+        for i in range(share, 24, shares):
+            yield torch.full((6,), float(i)), torch.tensor(6.0 * i), {}
+
+
+def read_shards(stages: int, workers: int) -> list[float]:
+    before = get_rank(), torch.distributed.get_world_size()
+    module = Recording()
+    loader = DataLoader(Shard(), batch_size=3, num_workers=workers)
+    run = trainer(
+        devices=torch.distributed.get_world_size(),
+        strategy=GPipeStrategy(2, stages=stages),
+        max_epochs=1,
+    )
+    run.fit(module, loader)
+    after = get_rank(), torch.distributed.get_world_size()
+    assert after == before
+    return [float(x) for _, _, batch, _, _, _ in module.seen for x in batch[:, 0]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "workers"), [(2, 2, 0), (2, 2, 2), (4, 2, 0), (2, 1, 0)]
+)
+def test_a_stream_shared_out_by_rank_is_read_whole(ranks: int, stages: int, workers: int) -> None:
+    """Ranks of one pipeline read one share, and the pipelines all."""
+    seen = run_ranks(read_shards, ranks, stages, workers)
+    replicas = [seen[first] for first in range(0, ranks, stages)]
+    assert sorted(x for part in replicas for x in part) == list(range(24))
+    assert all(seen[rank] == replicas[rank // stages] for rank in range(ranks))
 
 
 def run_all(stages: int, stream: bool) -> list[Any]:

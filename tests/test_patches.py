@@ -93,7 +93,7 @@ def looks(stages: int, folder: str, fails: bool) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_run_replaces_and_restores(stages: int, fails: bool, tmp_path: Path) -> None:
-    only_with = {1: {"_get_total_norm"}, 2: {"backward"}}[stages]
+    only_with = {1: {"_get_total_norm"}, 2: {"backward"}}[stages] | {"_get_default_group"}
     for changed, left in run_ranks(looks, stages, stages, str(tmp_path), fails):
         assert set(changed) == {target.name for target in ON_OBJECTS} - only_with
         assert left == []

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_gpipe.comm.messages import ObjectChannel, RemoteError
 from lightning_gpipe.strategy import _lightning
+from lightning_gpipe.strategy.reader import world_of_replicas
 from lightning_gpipe.tensors.random_state import RandomState
 
 
@@ -25,13 +26,18 @@ class PipelineLoader:
     Args:
         loader: Any iterable of batches.
         control: The pipeline's object channel.
+        replica: This rank's pipeline.
+        replicas: D.
     """
 
-    def __init__(self, loader: Iterable[Any], control: ObjectChannel) -> None:
+    def __init__(
+        self, loader: Iterable[Any], control: ObjectChannel, replica: int, replicas: int
+    ) -> None:
         if isinstance(loader, PipelineLoader):  # wrapped for an earlier run
             loader = loader.__dict__["_loader"]
         self.__dict__["_loader"] = loader
         self.__dict__["_control"] = control
+        self.__dict__["_place"] = replica, replicas
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate. Collective over the pipeline, and so is every ``next``."""
@@ -77,10 +83,12 @@ class PipelineLoader:
     def _read(self, control: ObjectChannel) -> Iterator[Any]:
         sent = 0
         try:
-            batches = iter(self._loader)
+            with world_of_replicas(*self._place):
+                batches = iter(self._loader)
             while True:
                 try:
-                    batch = next(batches)
+                    with world_of_replicas(*self._place):
+                        batch = next(batches)
                 except StopIteration:
                     break
                 indices = (self._seen or [])[sent:]

@@ -209,6 +209,11 @@ SIGTERM_BROADCAST = Target(
     "_broadcast_sigterm_tensor",
     "all ranks hear of a SIGTERM at once, and a broadcast before every batch lets GPUs wait",
 )
+DEFAULT_GROUP = Target(
+    "torch.distributed.distributed_c10d",
+    "_get_default_group",
+    "a dataset that shares itself out by rank means replicas",
+)
 
 #: Everything that is replaced; a test walks it.
 TARGETS = (
@@ -228,4 +233,5 @@ TARGETS = (
     LOG_GRAPH,
     AUTOGRAD_BACKWARD,
     SIGTERM_BROADCAST,
+    DEFAULT_GROUP,
 )

@@ -192,7 +192,9 @@ class ProcessesStrategy(PlacedStrategy):
         refusals.refuse_sampler(dataloader, self.replicas, self._layout.replica)
         if self.stages == 1:
             return dataloader
-        return PipelineLoader(dataloader, self._world.groups.pipeline)
+        return PipelineLoader(
+            dataloader, self._world.groups.pipeline, self._layout.replica, self.replicas
+        )
 
     @override
     def model_to_device(self) -> None:
