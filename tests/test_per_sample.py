@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 def whole(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[int]:
     batch = Tree.of(tuple(torch.zeros(shape) for shape in shapes), "The input")
-    return sorted(PerSample([Layer(function)], nullcontext).whole(batch, run_layer))
+    return sorted(PerSample([Layer(function)], 2, nullcontext).whole(batch, run_layer))
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,42 @@ def test_a_layer_that_needs_values_is_no_hindrance_where_no_dimension_is_the_bat
 
 def test_what_was_longer_than_a_batch_is_never_split() -> None:
     """A table of 6 entries beside batches of 8, of which the last has 6 samples."""
-    remembered = PerSample([Layer(lambda x, table: x * table.sum())], nullcontext)
+    remembered = PerSample([Layer(lambda x, table: x * table.sum())], 2, nullcontext)
     for samples in (8, 6):
         batch = Tree.of((torch.zeros(samples, 4), torch.zeros(6)), "The input")
         assert remembered.whole(batch, run_layer) == ({1} if samples == 6 else set())
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "problem"),
+    [
+        (nn.TransformerEncoderLayer(4, 2, 8), (6, 3, 4), "takes dimension 0 .* for time"),
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (6, 4), "for time"),
+        (nn.LSTM(4, 4), (6, 3, 4), r"Layer 0 \(LSTM\) .* build the layer with batch_first=True"),
+        (nn.Linear(4, 4), (4,), r"dimension 0, but none of 2. .*x.unsqueeze\(0\) for a single"),
+        (nn.Unflatten(0, (3, 2)), (6, 4), "any number of samples"),
+    ],
+)
+def test_an_input_without_a_batch_dimension_is_told_that_dimension_0_is_cut(
+    layer: nn.Module, shape: tuple[int, ...], problem: str
+) -> None:
+    batch = Tree.of(torch.zeros(shape), "The input")
+    with pytest.raises(ValueError, match=problem):
+        PerSample([layer], 2, nullcontext).whole(batch, run_layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (6, 3, 4)),
+        (nn.LSTM(4, 4, batch_first=True), (6, 3, 4)),
+        (nn.Linear(4, 4), (6, 4)),
+        (nn.BatchNorm1d(4), (2, 4)),
+    ],
+)
+def test_inputs_with_a_batch_dimension_are_cut(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    batch = Tree.of(torch.zeros(shape), "The input")
+    assert PerSample([layer], 2, nullcontext).whole(batch, run_layer) == frozenset()
 
 
 class Block(nn.Module):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 from lightning_gpipe.model.blocks import Blocks
+from lightning_gpipe.model.redirect import Redirect
 
 #: Share of the parameters, and of the operations where they are known, that singles out one of
 #: several candidates.
@@ -31,20 +33,29 @@ def find_backbone(
     if name is not None:
         return _checked(module, name)
     candidates = dict(_outermost(module, ""))
-    if not candidates:
-        raise ValueError(
-            f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
-            f" layers, which it can cut into stages. {_advice(module)}"
-        )
     marked = [key for key, body in candidates.items() if isinstance(body, Blocks)]
     if len(marked) == 1:
         return marked[0]
+    total = sum(p.numel() for p in module.parameters()) or 1
+    shares = {key: _size(body) / total for key, body in candidates.items()}
+    lists = {key: _size(body) / total for key, body in _lists(module, "")}
+    largest = max(lists, key=lambda key: lists[key], default=None)
+    if largest is not None and lists[largest] > max(shares.values(), default=0.0):
+        raise ValueError(
+            f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
+            f" layers, or Blocks, and {lists[largest]:.0%} of the parameters are in the"
+            f" nn.ModuleList '{largest}'. It may become one: `self.{largest} ="
+            f" lightning_gpipe.Blocks(self.{largest})`, if the model calls its blocks in order and"
+            f" hands the hidden state from one to the next untouched.{_otherwise(shares)}"
+        )
+    if not candidates:
+        raise ValueError(
+            f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
+            " layers, which it can cut into stages. Build the model's body as one, for example"
+            " `self.backbone = nn.Sequential(*blocks)`, and call it in the step."
+        )
     if len(candidates) == 1:
         return next(iter(candidates))
-    total = sum(p.numel() for p in module.parameters()) or 1
-    shares = {
-        key: sum(p.numel() for p in body.parameters()) / total for key, body in candidates.items()
-    }
     operations = max((flops or {}).get("", 0.0), 1.0)
     rows = []
     for key in sorted(candidates, key=lambda key: -shares[key]):
@@ -64,10 +75,48 @@ def find_backbone(
     raise ValueError(
         f"{type(module).__name__} has several nn.Sequential that could be cut into stages:\n"
         + "\n".join(rows)
-        + f"\nName the one to cut:"
-        f" GPipeStrategy(backbone={max(shares, key=lambda key: shares[key])!r}), or put them into"
-        f" one nn.Sequential.{hint}"
+        + f"\n{_recipe(module, list(candidates))}{_otherwise(shares)}{hint}"
     )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _otherwise(shares: Mapping[str, float]) -> str:
+    """How to cut a part of the model all the same."""
+    if not shares:
+        return ""
+    name = max(shares, key=lambda key: shares[key])
+    return (
+        f" Or name one nn.Sequential, and the rest runs on every stage:"
+        f" GPipeStrategy(backbone={name!r})."
+    )
+
+
+def _recipe(module: nn.Module, candidates: Sequence[str]) -> str:
+    """How to make one nn.Sequential of several."""
+    parent = _common_parent(candidates)
+    place = f"self.{parent}" if parent else "self"
+    parts = [
+        f"*{place}.{key}"
+        if any(name == f"{parent}.{key}".lstrip(".") for name in candidates)
+        else f"{place}.{key}"
+        for key, child in module.get_submodule(parent).named_children()
+    ]
+    return (
+        "If they are called one after another, make one nn.Sequential of them and of what is called"
+        f" between them, in that order: `self.backbone = nn.Sequential({', '.join(parts)})`, with"
+        " nn.Flatten(1) and so on where the forward does more than call its parts, and call it"
+        " instead. If values pass by some of them, as in a U-Net, let the layers hand tuples on."
+    )
+
+
+def _common_parent(names: Sequence[str]) -> str:
+    """The dotted name of the innermost module that holds all."""
+    parents = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parents, strict=False))
+    return ".".join(level[0] for level in common)
 
 
 def _checked(module: nn.Module, name: str) -> str:
@@ -84,56 +133,72 @@ def _checked(module: nn.Module, name: str) -> str:
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
             " nn.Sequential that keeps nn.Sequential.forward, or lightning_gpipe.Blocks."
         )
+    if not body._modules:
+        raise ValueError(f"backbone={name!r} has no layers: name one that has some.")
     return name
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        if _is_sequential(child) and len(list(child.children())) > 1:
+        if _is_sequential(child) and len(child._modules) > 1:
             yield name, child
+        elif isinstance(child, nn.ModuleList) and len(child) > 1:
+            continue  # what is in its entries is a part of a block
         else:
             yield from _outermost(child, f"{name}.")
 
 
 def _is_sequential(module: nn.Module) -> bool:
     return isinstance(module, Blocks) or (
-        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and ("forward" not in vars(module) or isinstance(vars(module)["forward"], Redirect))
     )
 
 
-def _advice(module: nn.Module) -> str:
-    """How to give a module a backbone."""
-    lists = (
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) > 1
-    )
-    name = next(lists, None)
-    if name is None:
-        return (
-            "Build the model's body as an nn.Sequential, for example `self.backbone ="
-            " nn.Sequential(*blocks)`, and call it in the step."
-        )
-    return (
-        f"Its nn.ModuleList '{name}' may become one: `self.{name} ="
-        f" lightning_gpipe.Blocks(self.{name})`, if the model calls its blocks in order and hands"
-        " the hidden state from one to the next untouched."
-    )
+def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost lists of blocks that may become :class:`Blocks`."""
+    for key, child in module.named_children():
+        if isinstance(child, nn.ModuleList) and not isinstance(child, Blocks) and len(child) > 1:
+            yield f"{prefix}{key}", child
+        else:
+            yield from _lists(child, f"{prefix}{key}.")
 
 
-def refuse_compiled(backbone: nn.Module, name: str) -> None:
-    """Refuse a backbone that torch.compile calls as one.
+#: What a Trainer calls, and what these call.
+_CALLED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
+
+def refuse_compiled(module: nn.Module, backbone: str) -> None:
+    """Refuse what torch.compile calls as one together with the backbone.
 
     Args:
-        backbone: The ``nn.Sequential`` to cut.
-        name: Its dotted name.
+        module: The user's module.
+        backbone: Dotted name of the ``nn.Sequential`` to cut.
 
     Raises:
         ValueError: With what to do instead.
     """
-    if backbone._compiled_call_impl is not None or "_orig_mod" in name.split("."):
+    keys = backbone.split(".")
+    for end in range(len(keys) + 1):
+        name = ".".join(keys[:end])
+        part = module.get_submodule(name)
+        if not _is_compiled(part):
+            continue
+        what = f"'{name.removesuffix('._orig_mod')}'" if name else type(part).__name__
         raise ValueError(
-            f"The backbone '{name}' is compiled as a whole, and can't be cut then: compile its"
-            " layers instead, nn.Sequential(*(torch.compile(layer) for layer in layers))."
+            f"The backbone '{backbone}' can't be cut, because {what} is compiled as a whole:"
+            " compile its layers instead, nn.Sequential(*(torch.compile(layer) for layer in"
+            " layers)), or Blocks of them."
         )
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Whether torch.compile has taken over a module's call, or a step of it."""
+    return (
+        part._compiled_call_impl is not None
+        or isinstance(getattr(part, "_orig_mod", None), nn.Module)
+        or getattr(part, "_compiler_ctx", None) is not None  # Lightning's trainer.fit(compiled)
+        or any(hasattr(getattr(part, name, None), "_torchdynamo_orig_callable") for name in _CALLED)
+    )

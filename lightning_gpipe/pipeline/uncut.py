@@ -74,7 +74,7 @@ class Uncut:
         chosen = around.settings.backbone
         backbone = find_backbone(module, chosen, known_flops(module) if chosen is None else None)
         body = module.get_submodule(backbone)
-        refuse_compiled(body, backbone)
+        refuse_compiled(module, backbone)
         layers = tuple(layers_of(body))
         check_layers(len(layers), around.groups.stages, around.settings, backbone)
         seed = around.groups.decide("seed", torch.initial_seed)
@@ -166,7 +166,7 @@ class Uncut:
             around,
             partition,
             tensors,
-            PerSample(self.layers, self.redirections.suspended),
+            PerSample(self.layers, around.chunks, self.redirections.suspended),
             WholeBatch(stage, groups, around.chunks, settings.checkpoint, self.seed),
             DataParallel(placement.own, groups, options),
             SharedParameters(

@@ -35,13 +35,18 @@ class PerSample:
 
     Args:
         layers: The backbone's.
+        chunks: M.
         as_written: Makes all of them callable as without a pipeline.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], as_written: Callable[[], AbstractContextManager[None]]
+        self,
+        layers: Sequence[nn.Module],
+        chunks: int,
+        as_written: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._layers = layers
+        self._chunks = chunks
         self._as_written = as_written
         self._known: dict[Any, dict[int, bool]] = {}
 
@@ -55,13 +60,15 @@ class PerSample:
             run_layer: Runs one of its layers.
 
         Raises:
-            ValueError: If it can't be told.
+            ValueError: If it can't be told, or if dimension 0 isn't the batch.
         """
         first = batch_leaf(batch)
         if first is None or batch.leaves[first].shape[0] < 2:
             return frozenset()
         samples = batch.leaves[first].shape[0]
         roles = self._roles_of(batch)
+        is_new = not roles
+        roles[first] = True
         for i in _beside(batch, first):
             if batch.leaves[i].shape[0] not in (1, samples):
                 roles[i] = False  # it isn't a batch's length now, so it never means samples
@@ -73,7 +80,12 @@ class PerSample:
                 trials = _Trials(self._layers, run_layer, batch, first, known)
                 found = trials.told(doubtful)
             roles.update((i, i not in found) for i in doubtful)
-        return frozenset(i for i in same if not roles[i])
+        whole = frozenset(i for i in same if not roles[i])
+        if is_new:
+            with self._as_written(), torch.inference_mode(False):
+                trials = _Trials(self._layers, run_layer, batch, first, whole)
+                trials.check_cut(max(1, samples // self._chunks))
+        return whole
 
     def _roles_of(self, batch: Tree) -> dict[int, bool]:
         """For leaves of inputs like this one, as far as it is known: whether one a sample."""
@@ -132,6 +144,29 @@ class _Trials:
                 raise self._cannot_tell(min(unclear))
         return least
 
+    def check_cut(self, samples: int) -> None:
+        """Check that dimension 0 of the input may be cut.
+
+        Args:
+            samples: Of a micro-batch.
+
+        Raises:
+            ValueError: If the layers take the mini-batch, but no micro-batch.
+        """
+        try:
+            self._run(self._input(frozenset(), samples))
+        except UntraceableLayer as error:
+            try:
+                self._run(self._input(frozenset(), self._samples))
+            except UntraceableLayer:
+                return  # it can't be known
+            raise ValueError(
+                f"The backbone's layers take an input of {self._samples} along dimension 0, but"
+                f" none of {samples}. Dimension 0 is the batch and is cut into micro-batches: give"
+                " the backbone [batch, …], with x.unsqueeze(0) for a single sample, and layers that"
+                f" work with any number of samples. ({error})"
+            ) from error
+
     def _runs(self, whole: Leaves) -> bool:
         """Whether the layers take these leaves as they are, with other numbers of samples.
 
@@ -171,6 +206,7 @@ class _Trials:
         value, shapes = given.value(), []
         with torch.no_grad():
             for index, layer in enumerate(self._layers):
+                _refuse_time_first(index, layer, value)
                 value = run_layer_on_meta(layer, self._run_layer, index, value)
                 shapes += [t.shape[1:] for t in tree_leaves(value) if isinstance(t, Tensor)]
         return shapes
@@ -185,6 +221,25 @@ class _Trials:
             f" each sample, choose a batch size that is no other dimension's ({n} here), and"
             " compute outside the backbone what mixes samples with each other."
         )
+
+
+def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:
+    """Refuse a layer that takes dimension 0 of its input for time."""
+    hidden = next((t for t in tree_leaves(value) if isinstance(t, Tensor)), None)
+    if hidden is None or not isinstance(layer, _SEQUENCE_LAYERS) or hidden.ndim not in (2, 3):
+        return
+    attention = getattr(layer, "self_attn", layer)
+    if hidden.ndim == 3 and getattr(attention, "batch_first", False):
+        return
+    raise ValueError(
+        f"Layer {index} ({type(layer).__name__}) of the backbone takes dimension 0 of its input"
+        f" {list(hidden.shape)} for time, but dimension 0 is the batch and is cut into"
+        " micro-batches: build the layer with batch_first=True, and give it [batch, time, width]."
+    )
+
+
+#: Layers whose input is [time, batch, width] unless they are built otherwise, or [time, width].
+_SEQUENCE_LAYERS = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class _Meetings(TorchFunctionMode):

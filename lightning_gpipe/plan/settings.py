@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, Literal, cast
 
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.schedule.actions import CHECKPOINT_MODES, Checkpoint
@@ -26,8 +27,8 @@ class Settings:
     deferred_batch_norm: bool
 
     def __post_init__(self) -> None:
-        _check_count("chunks", self.chunks)
-        _check_count("stages", self.stages)
+        for name in ("chunks", "stages"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
         _check_balance(self.balance)
         check_choice("checkpoint", self.checkpoint, CHECKPOINT_MODES)
 
@@ -35,7 +36,7 @@ class Settings:
     def sizes(self) -> tuple[int, ...] | None:
         """The layers of each stage, if ``balance`` lists them."""
         if isinstance(self.balance, Sequence) and not isinstance(self.balance, str):
-            return tuple(self.balance)
+            return tuple(map(int, self.balance))
         return None
 
     @property
@@ -52,9 +53,17 @@ class Settings:
         }
 
 
-def _check_count(name: str, value: object) -> None:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+def _count(name: str, value: object) -> int | str:
+    """A number as Python's; NumPy's are whole numbers, too."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    if not _is_count(value):
         raise ValueError(f"{name} must be 'auto' or a whole number from 1, got {name}={value!r}.")
+    return int(cast(Integral, value))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -69,9 +78,7 @@ def _check_balance(balance: object) -> None:
     if isinstance(balance, str):
         check_choice("balance", balance, ("flops", "params"))
     elif isinstance(balance, Sequence):
-        if not balance or any(
-            not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in balance
-        ):
+        if not balance or not all(map(_is_count, balance)):
             raise ValueError(
                 f"balance as a list gives every stage at least one layer, got balance={balance!r}."
             )

@@ -1,0 +1,222 @@
+"""Which part of a module is cut, and remedies that lead somewhere for modules without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import Blocks, GPipeStrategy
+from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.plan.balance import check_layers
+from lightning_gpipe.plan.settings import Settings
+from tests import models
+from tests.ranks import run_ranks
+from tests.training import train
+
+
+def layers(count: int = 2, width: int = 4) -> list[nn.Module]:
+    return [nn.Linear(width, width) for _ in range(count)]
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def module(**parts: nn.Module) -> nn.Module:
+    made = nn.Module()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def gpt(**parts: nn.Module) -> nn.Module:
+    return module(
+        embed=nn.Embedding(9, 4), blocks=nn.ModuleList(Block() for _ in range(3)), **parts
+    )
+
+
+def resnet() -> nn.Module:
+    stages = {f"layer{i}": nn.Sequential(*layers()) for i in (1, 2, 3)}
+    return module(net=module(conv=nn.Conv2d(3, 4, 3), **stages, fc=nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (gpt, "self.blocks = lightning_gpipe.Blocks(self.blocks)"),
+        (
+            lambda: gpt(head=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 9))),
+            "self.blocks = lightning_gpipe.Blocks(self.blocks)",
+        ),
+        (
+            lambda: module(encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 3)),
+            "self.encoder.layers = lightning_gpipe.Blocks(self.encoder.layers)",
+        ),
+        (
+            resnet,
+            "nn.Sequential(self.net.conv, *self.net.layer1, *self.net.layer2, *self.net.layer3,"
+            " self.net.fc)`, with nn.Flatten(1)",
+        ),
+        (
+            lambda: module(
+                features=nn.Sequential(*layers()), classifier=nn.Sequential(*layers(2, 8))
+            ),
+            "`self.backbone = nn.Sequential(*self.features, *self.classifier)`",
+        ),
+        (
+            lambda: module(down=nn.Sequential(*layers()), up=nn.Sequential(*layers())),
+            "as in a U-Net, let the layers hand tuples on",
+        ),
+        (lambda: module(one=nn.Linear(2, 2)), "`self.backbone = nn.Sequential(*blocks)`"),
+    ],
+)
+def test_the_remedy_is_for_this_model(build: Callable[[], nn.Module], remedy: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        find_backbone(build(), None)
+    assert remedy in str(caught.value)
+
+
+class Own(nn.Sequential):
+    """Calls its layers in its own way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def redirected() -> nn.Module:
+    made = nn.Sequential(*layers())
+    made.forward = lambda x: x  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        (Own(*layers()), "must be an nn.Sequential that keeps nn.Sequential.forward"),
+        (redirected(), "must be an nn.Sequential that keeps nn.Sequential.forward"),
+        (nn.ModuleList(layers()), "is a ModuleList, which GPipe can't cut"),
+        (nn.Sequential(), "has no layers"),
+    ],
+)
+def test_a_name_that_cannot_be_cut(part: nn.Module, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        find_backbone(module(body=part), "body")
+
+
+def test_names_of_backbones() -> None:
+    inner = nn.Sequential(*layers())
+    assert find_backbone(module(body=nn.Sequential(nn.Linear(2, 2), inner)), "body.1") == "body.1"
+    assert find_backbone(module(first=inner, second=inner), None) == "first"
+    assert find_backbone(module(first=inner, second=inner), "second") == "second"
+    same = nn.Linear(4, 4)
+    assert find_backbone(module(body=nn.Sequential(same, same)), None) == "body"
+    assert find_backbone(module(body=nn.Sequential(L.LightningModule(), same)), None) == "body"
+    assert find_backbone(gpt(more=Blocks(layers())), None) == "more"
+
+
+class Stepped(nn.Module):
+    @torch.compile(backend="eager")
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def compiled(place: str) -> nn.Module:
+    made = module(net=module(body=nn.Sequential(*layers())))
+    if place == "module.compile()":
+        made.compile(backend="eager")
+    elif place == "net.compile()":
+        made.net.compile(backend="eager")
+    elif place == "torch.compile(net)":
+        made.net = torch.compile(made.net, backend="eager")
+    elif place == "body.compile()":
+        made.net.body.compile(backend="eager")
+    elif place == "step":
+        made.training_step = torch.compile(lambda batch: batch, backend="eager")
+    elif place == "decorated step":
+        made = Stepped()
+        made.net = module(body=nn.Sequential(*layers()))
+    elif place == "Trainer.fit":
+        from lightning.pytorch.utilities.compile import from_compiled
+
+        made = models.Module()
+        made = from_compiled(torch.compile(made, backend="eager"))  # type: ignore[arg-type]
+    elif place == "layers":
+        for i, layer in enumerate(made.net.body):
+            made.net.body[i] = torch.compile(layer, backend="eager")
+    return made
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "module.compile()",
+        "net.compile()",
+        "torch.compile(net)",
+        "body.compile()",
+        "step",
+        "decorated step",
+        "Trainer.fit",
+    ],
+)
+def test_what_is_compiled_with_the_backbone_is_refused(place: str) -> None:
+    made = compiled(place)
+    with pytest.raises(ValueError, match="is compiled as a whole: compile its layers instead"):
+        refuse_compiled(made, find_backbone(made, None))
+
+
+def test_compiled_layers_are_not_refused() -> None:
+    made = compiled("layers")
+    refuse_compiled(made, find_backbone(made, None))
+
+
+def settings(**arguments: Any) -> Settings:
+    given = {"chunks": 4, "stages": 2, "backbone": None, "balance": "flops"}
+    return Settings(**{**given, "checkpoint": "always", "deferred_batch_norm": True, **arguments})
+
+
+def test_numbers_may_be_numpys() -> None:
+    found = settings(
+        chunks=numpy.int64(8), stages=numpy.int32(2), balance=[numpy.int64(1), numpy.int64(3)]
+    )
+    assert (found.chunks, found.stages, found.sizes) == (8, 2, (1, 3))
+    assert type(found.chunks) is int
+    check_layers(4, 2, found, "body")
+
+
+class Encoder(models.Module):
+    """PyTorch's own encoder, with a mask for all samples and padding for each."""
+
+    samples = 6
+
+    def build(self) -> None:
+        layer = nn.TransformerEncoderLayer(models.WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None] * torch.arange(1, 7, dtype=x.dtype)[:, None]
+        mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        padding = (x > 1).logical_and(torch.arange(6) > 0)
+        return self.encoder(h, mask, padding).mean(1)
+
+
+def encoded(stages: int) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    made = Encoder()
+    made.encoder.layers = Blocks(made.encoder.layers)
+    return train(made, max_steps=3, devices=stages, strategy=GPipeStrategy(3))
+
+
+def test_the_remedy_for_an_encoder_trains_as_before() -> None:
+    torch.manual_seed(2)
+    plain = train(Encoder(), max_steps=3)
+    torch.testing.assert_close(run_ranks(encoded, 2, 2)[0], plain, atol=1e-10, rtol=0)
