@@ -115,7 +115,10 @@ class Shard(IterableDataset[Any]):
 def read_shards(stages: int, workers: int) -> list[float]:
     before = get_rank(), torch.distributed.get_world_size()
     module = Recording()
-    loader = DataLoader(Shard(), batch_size=3, num_workers=workers)
+    context = "fork" if workers else None  # others know of no process group, as ever
+    loader: Any = DataLoader(
+        Shard(), batch_size=3, num_workers=workers, multiprocessing_context=context
+    )
     run = trainer(
         devices=torch.distributed.get_world_size(),
         strategy=GPipeStrategy(2, stages=stages),
