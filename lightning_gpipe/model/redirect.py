@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -12,17 +14,32 @@ from lightning_gpipe.model.blocks import Blocks
 
 
 class Redirect:
-    """Stands in for a module's ``forward``; copies of the module share it."""
+    """Stands in for a module's ``forward``; copies of the module have their own again.
 
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self._target = target
+    Args:
+        module: The module.
+        original: The ``forward`` of the instance's own that it had; None: its class's.
+        target: What is called instead.
+    """
+
+    def __init__(self, module: nn.Module, original: Any, target: Callable[..., Any]) -> None:
+        self._module, self.original, self._target = module, original, target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target."""
         return self._target(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Redirect:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own(), memo)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self._own(),)
+
+    def _own(self) -> Any:
+        """What a call of the module did before."""
+        if self.original is not None:
+            return self.original
+        return MethodType(type(self._module).forward, self._module)
 
 
 class Redirections:
@@ -33,7 +50,6 @@ class Redirections:
 
     def __init__(self) -> None:
         self._targets: dict[nn.Module, Callable[..., Any]] = {}
-        self._originals: dict[nn.Module, Any] = {}
 
     def add(self, module: nn.Module, target: Callable[..., Any]) -> None:
         """Let calls of a module go to a function, until :meth:`remove`."""
@@ -43,8 +59,8 @@ class Redirections:
             return
         # a forward of the instance's own: torch.compile sets one, and users do
         previous = module.__dict__.get("forward")
-        self._originals.setdefault(module, None if isinstance(previous, Redirect) else previous)
-        module.__dict__["forward"] = Redirect(target)
+        original = previous.original if isinstance(previous, Redirect) else previous
+        module.__dict__["forward"] = Redirect(module, original, target)
 
     def remove(self, module: nn.Module) -> None:
         """Let calls of a module go to its own forward again."""
@@ -53,10 +69,9 @@ class Redirections:
         if isinstance(module, Blocks):
             module.detach()
             return
-        module.__dict__.pop("forward", None)
-        original = self._originals.pop(module, None)
-        if original is not None:
-            module.__dict__["forward"] = original
+        redirect = module.__dict__.pop("forward", None)
+        if isinstance(redirect, Redirect) and redirect.original is not None:
+            module.__dict__["forward"] = redirect.original
 
     def clear(self) -> None:
         """Take all back."""
