@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_gpipe.model.elsewhere import HeldElsewhere, Holder, elsewhere
@@ -158,6 +159,43 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adafactor": lambda ps: torch.optim.Adafactor(ps, 0.1),
     "one of one's own": lambda ps: Own(ps, {}),
 }
+
+
+class Ascent(torch.optim.SGD):
+    """An optimizer that looks at all gradients together, as sharpness-aware minimization does."""
+
+    def ascend(self) -> Tensor:
+        gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+        return torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+
+def clip(parameters: list[Tensor]) -> Any:
+    return nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def lightning_norm(parameters: list[Tensor]) -> Any:
+    return grad_norm(nn.ParameterList(parameters), 2)
+
+
+def ascend(parameters: list[Tensor]) -> Any:
+    return Ascent(parameters, 0.1).ascend()
+
+
+@pytest.mark.parametrize("reduce", [clip, lightning_norm, ascend])
+def test_norms_of_one_stage_s_gradients_are_refused(reduce: Callable[[list[Tensor]], Any]) -> None:
+    here = nn.Parameter(torch.ones(3, 4))
+    here.grad = torch.ones(3, 4)
+    with pytest.raises(HeldElsewhere, match=r"reads 'backbone\.3\.weight\.grad'"):
+        reduce([here, parameter()])
+
+
+def test_clipping_by_value_and_by_a_known_norm_work() -> None:
+    here = nn.Parameter(torch.ones(3, 4))
+    here.grad = torch.full((3, 4), 2.0)
+    nn.utils.clip_grad_value_([here, parameter()], 1.0)
+    assert here.grad.eq(1).all()
+    nn.utils.clip_grads_with_norm_([here, parameter()], 1.0, torch.tensor(2.0))
+    torch.testing.assert_close(here.grad, torch.full((3, 4), 0.5))
 
 
 class Own(torch.optim.Optimizer):

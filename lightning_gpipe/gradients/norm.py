@@ -32,15 +32,38 @@ def gradient_norm(
     Returns:
         A scalar on this stage's device.
     """
-    if not parameters:
-        return torch.zeros((), device=groups.device)
-    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
-    for i, parameter in enumerate(parameters):
-        if parameter.grad is not None and (owner(parameter) or 0) == groups.stage:
-            norms[i] = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
-    total: Tensor = torch.linalg.vector_norm(groups.pipeline.all_reduce(norms), norm_type)
+    norms = gradient_norms(parameters, owner, groups, norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
+
+
+@torch.no_grad()
+def gradient_norms(
+    parameters: Sequence[Tensor], owner: Owner, groups: Groups, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of the gradient of each parameter of a whole model. Collective over the pipeline.
+
+    Args:
+        parameters: As for :func:`gradient_norm`, and so the others.
+        owner: Tells the stage that holds a parameter; None: all do.
+        groups: The process groups.
+        norm_type: p of the p-norm.
+
+    Returns:
+        ``[parameters]``, zero where there is no gradient.
+    """
+    dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
+    norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
+    here = [
+        (i, p.grad.abs() if p.grad.is_complex() else p.grad)
+        for i, p in enumerate(parameters)
+        if p.grad is not None and (owner(p) or 0) == groups.stage
+    ]
+    if here:
+        indices, gradients = zip(*here, strict=True)
+        found = torch._foreach_norm(list(gradients), norm_type, dtype=dtype)
+        norms[list(indices)] = torch.stack(list(found)).to(norms.device)
+    return groups.pipeline.all_reduce(norms) if len(parameters) else norms
 
 
 def scale_to_norm(parameters: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
@@ -51,7 +74,5 @@ def scale_to_norm(parameters: Iterable[Tensor], total: Tensor, max_norm: float) 
         total: The norm that they have.
         max_norm: The norm that they may have.
     """
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    held = [p for p in parameters if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)

@@ -150,6 +150,10 @@ def holder_of(value: Any) -> Holder:
 
 #: Packages that skip parameters without a gradient, or know of stages.
 _LIBRARIES = {"torch", "lightning", "lightning_gpipe"}
+#: Modules of theirs that reduce gradients to a number, which would be one stage's.
+_NORMS = {"torch.nn.utils.clip_grad", "lightning.pytorch.utilities.grads"}
+#: Methods of optimizers that work parameter by parameter. Others may look at all, as SAM's do.
+_STEPS = {"step", "zero_grad", "_init_group"}
 #: What may be asked of a tensor without its values.
 _METADATA = {
     "__get__",
@@ -242,11 +246,11 @@ def _compute(
 def _steps_optimizers(frame: FrameType | None) -> bool:
     """Whether code belongs to an optimizer or a library, which skip what has no gradient."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-            return True
-        code = frame.f_code
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if module.partition(".")[0] in _LIBRARIES:
+            return module not in _NORMS
         first = code.co_varnames[0] if code.co_argcount else ""
-        if isinstance(frame.f_locals.get(first), Optimizer):
+        if isinstance(frame.f_locals.get(first), Optimizer) and code.co_name in _STEPS:
             return True
         if code.co_name not in _COMPREHENSIONS:
             return False
