@@ -47,14 +47,19 @@ class SharedParameters:
         if groups.replicas > 1 and broadcast_buffers:
             held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
             self._broadcasts.append((held, groups.siblings))
-        self._summed: dict[nn.Parameter, Tensor] = {}
+        self._is_whole = True  # gradients are the same on all stages, also where the user set them
 
     def before_backward(self) -> None:
         """Leave gradients that are summed already to the first stage, to be summed once."""
-        for parameter, gradient in self._summed.items():
-            if parameter.grad is gradient and not self._groups.is_first:
+        if self._is_whole and not self._groups.is_first:
+            for parameter in self._parameters:
                 parameter.grad = None
-        self._summed = {}
+        self._is_whole = False
+
+    def sum_up(self) -> None:
+        """Sum gradients that accumulated unsummed. Collective, if there are any."""
+        if not self._is_whole:
+            self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -67,8 +72,14 @@ class SharedParameters:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
+        self._is_whole = True
+        self.share_buffers()
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """Give all ranks the first one's buffers. Collective."""
         for slots, channel in self._broadcasts:
-            buffers = [slot.tensor for slot in slots if slot.tensor.is_floating_point()]
+            buffers = [slot.tensor for slot in slots if slot.tensor.numel()]
             for dtype in dict.fromkeys(b.dtype for b in buffers):
                 self._broadcast([b for b in buffers if b.dtype == dtype], channel)
 
@@ -90,7 +101,6 @@ class SharedParameters:
         wanted = [p for p, has in zip(self._parameters, anywhere, strict=False) if has]
         for dtype in dict.fromkeys(p.dtype for p in wanted):
             self._sum([p for p in wanted if p.dtype == dtype])
-        self._summed = {p: p.grad for p in self._parameters if p.grad is not None}
 
     def _moved(self) -> list[bool]:
         """For each buffer that layers of several stages share whether this stage changed it."""
@@ -111,7 +121,8 @@ class SharedParameters:
 
     @staticmethod
     def _broadcast(buffers: list[Tensor], channel: ObjectChannel) -> None:
-        _fill(buffers, channel.broadcast_tensor(_flat(buffers)))
+        flat = _flat(buffers)  # sent as bytes: not every type can be sent
+        _fill(buffers, channel.broadcast_tensor(flat.view(torch.uint8)).view(flat.dtype))
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

@@ -136,6 +136,11 @@ def elsewhere(tensor: Tensor, holder: Holder) -> Tensor:
     return made
 
 
+def is_elsewhere(tensor: object) -> bool:
+    """Whether another stage holds a tensor."""
+    return isinstance(tensor, _Elsewhere)
+
+
 def holder_of(value: Any) -> Holder:
     """Who holds a tensor that isn't here.
 
@@ -151,7 +156,7 @@ def holder_of(value: Any) -> Holder:
 #: Packages that skip parameters without a gradient, or know of stages.
 _LIBRARIES = {"torch", "lightning", "lightning_gpipe"}
 #: Modules of theirs that reduce gradients to a number, which would be one stage's.
-_NORMS = {"torch.nn.utils.clip_grad", "lightning.pytorch.utilities.grads"}
+_NORMS = {"lightning.pytorch.utilities.grads"}
 #: Methods of optimizers that work parameter by parameter. Others may look at all, as SAM's do.
 _STEPS = {"step", "zero_grad", "_init_group"}
 #: What may be asked of a tensor without its values.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,15 @@ class Slot:
     is_outside: bool
 
     @property
+    def current(self) -> Tensor | None:
+        """What stands there now, if it wasn't removed."""
+        module, key = self.places[0]
+        return (module._parameters if self.is_parameter else module._buffers).get(key)
+
+    @property
     def tensor(self) -> Tensor:
         """What stands there now."""
-        module, key = self.places[0]
-        value = (module._parameters if self.is_parameter else module._buffers)[key]
+        value = self.current
         if value is None:
             raise RuntimeError(f"{self.names[0]} was removed from its module during the run.")
         return value
@@ -57,11 +63,14 @@ class Slot:
         recurrent = [module for module, _ in self.places if isinstance(module, nn.RNNBase)]
         for module in recurrent:
             module._flat_weight_refs = []  # weak references, for what torch.compile does
+        hooks: Any = parameter
+        kept = hooks._backward_hooks, hooks._post_accumulate_grad_hooks
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.utils.swap_tensors(parameter, other)
             for module in recurrent:
                 module._init_flat_weights()
+            hooks._backward_hooks, hooks._post_accumulate_grad_hooks = kept
         except RuntimeError as error:
             raise RuntimeError(
                 f"Can't move the parameter {self.names[0]} between stages, because something holds"

@@ -73,14 +73,18 @@ class PipelinedModule:
         """Let the optimizers hold the state of this stage's parameters alone, on its device."""
         self._state.adopt_optimizers()
 
-    def begin_step(self, *step: int) -> None:
-        """Tell which step comes.
+    def begin_step(self, *step: int, training: bool = False) -> None:
+        """Tell which step comes. Collective over the replicas in training.
 
         Args:
             step: Numbers that tell steps apart; the same on every stage.
+            training: Whether it trains.
+
+        Raises:
+            RuntimeError: If layers or parameters changed since the module was cut.
         """
         self._step = step
-        self._state.begin_step(*step)
+        self._state.begin_step(*step, training=training)
 
     def backward(
         self, loss: Tensor, retain: bool, synchronize: bool
@@ -138,6 +142,6 @@ class PipelinedModule:
         if isinstance(self._state, Pipeline):
             return self._state
         self._state = pipeline = self._state.cut(sample, run_layer)
-        pipeline.begin_step(*self._step)
+        pipeline.begin_step(*self._step, training=False)
         pipeline.announce()
         return pipeline

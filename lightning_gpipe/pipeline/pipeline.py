@@ -16,10 +16,12 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
+from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.parameters import outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.gather import (
@@ -74,6 +76,8 @@ class Pipeline:
         engine: Runs this stage's micro-batches.
         data_parallel: Averages this stage's gradients over the replicas.
         shared: Sums the gradients of what every stage holds.
+        parameter_hooks: Calls the user's hooks on parameters once per backward.
+        structure: Notices layers and parameters that change.
         consistency: Compares what must be the same on every stage.
         partial: Warns of the state dict of one stage.
         hooks: To remove at the end.
@@ -88,6 +92,8 @@ class Pipeline:
     engine: WholeBatch
     data_parallel: DataParallel
     shared: SharedParameters
+    parameter_hooks: ParameterHooks
+    structure: Structure
     consistency: ConsistencyCheck
     partial: PartialStateDict
     hooks: tuple[RemovableHandle, ...]
@@ -106,8 +112,11 @@ class Pipeline:
         """See :meth:`PipelinedModule.adopt_optimizers`."""
         adopt(self.surroundings.optimizers(), self.placement, self.tensors.device)
 
-    def begin_step(self, *step: int) -> None:
+    def begin_step(self, *step: int, training: bool) -> None:
         """See :meth:`PipelinedModule.begin_step`."""
+        self.structure.check(self.surroundings.optimizers())
+        if training and self.surroundings.groups.replicas > 1:
+            self.shared.share_buffers()  # hooks may have moved them since the last backward
         self.engine.begin_step(*step)
 
     def forward(self, input: Any, run_layer: RunLayer) -> Any:
@@ -120,13 +129,16 @@ class Pipeline:
     @contextmanager
     def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:
         """See :meth:`PipelinedModule.backward`."""
-        self.shared.before_backward()
-        expect_last = self.data_parallel.expect_last if synchronize else None
-        yield self.engine.steer(loss, retain, expect_last)
-        self.engine.finish_backward()
+        with self.parameter_hooks.postponed(self.shared.sum_up) as need_sums:
+            self.shared.before_backward()
+            expect_last = self.data_parallel.expect_last if synchronize else None
+            yield self.engine.steer(loss, retain, expect_last)
+            self.engine.finish_backward()
+            if synchronize:
+                self.data_parallel.finish()
+            if synchronize or need_sums:
+                self.shared.synchronize()
         if synchronize:
-            self.data_parallel.finish()
-            self.shared.synchronize()
             self.consistency.check(loss)
 
     def owner(self, parameter: Tensor) -> int | None:
@@ -165,13 +177,13 @@ class Pipeline:
             self._restore()
 
     def _restore(self) -> None:
-        """Bring weights and optimizers' state back. Collective."""
+        """Bring weights and optimizers' state back, the weights first. Collective."""
         optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
-        try:
-            states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
-        finally:  # the weights come back whatever an optimizer does
-            outside_to(self.module, self.body, HOST)
-            self.tensors.restore()
+        outside_to(self.module, self.body, HOST)
+        self.tensors.restore()
+        if groups.stages == 1:
+            self.body.to(HOST)  # also what the user added
+        states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
         for optimizer, state in zip(optimizers, states, strict=True):
             if groups.is_first and groups.replica == 0:
                 optimizer.load_state_dict(state)

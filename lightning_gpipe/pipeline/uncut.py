@@ -17,12 +17,14 @@ from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
+from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
 from lightning_gpipe.plan.per_sample import PerSample
@@ -83,7 +85,7 @@ class Uncut:
     def adopt_optimizers(self) -> None:
         """Do nothing: the backbone is in host memory still, and so is the optimizers' state."""
 
-    def begin_step(self, *step: int) -> None:
+    def begin_step(self, *step: int, training: bool) -> None:
         """Do nothing: there is no engine yet."""
 
     @contextmanager
@@ -172,6 +174,8 @@ class Uncut:
             SharedParameters(
                 placement.replicated, placement.own, groups, options.broadcast_buffers
             ),
+            ParameterHooks(placement.own, placement.replicated, groups),
+            Structure.of(self.module, self.backbone, groups.stages == groups.replicas == 1),
             ConsistencyCheck(placement.replicated, groups),
             partial,
             tuple(hooks),

@@ -60,12 +60,16 @@ class StageTensors:
         """Bring the whole module to the host memory of every rank. Collective."""
         host, channel = torch.device("cpu"), self.channel
         for slot in self.placement.slots:
+            current = slot.current  # the user may have removed it after the last step
             if slot.owner is not None:  # one by one from the device: there is room for one more
-                values = channel.broadcast("restored weights", slot.tensor.data, source=slot.owner)
+                values = None if current is None else current.data
+                values = channel.broadcast("restored weights", values, source=slot.owner)
                 channel.flush()
-                if not self.placement.is_here(slot.owner):
+                is_here = self.placement.is_here(slot.owner)
+                if not is_here and current is not None and values is not None:
                     slot.replace(values.to(host))
-            slot.to(host)
+            if current is not None:
+                slot.to(host)
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """Make the module's state dict whole. Collective.

@@ -23,6 +23,8 @@ def gather_optimizer(
         On the first stage that of an optimizer of the whole module; on others their own part.
     """
     state: dict[str, Any] = optimizer.state_dict()
+    if "state" not in state:  # Lightning's stand-in where configure_optimizers returned None
+        return state
     owners = _owners(optimizer, placement)
     own = {i: s for i, s in state["state"].items() if placement.is_here(owners[i])}
     for stage in range(1, len(channel.ranks)):
@@ -36,6 +38,8 @@ def gather_optimizer(
 
 def own_part(optimizer: Optimizer, placement: Placement, state: dict[str, Any]) -> dict[str, Any]:
     """The part of a whole module's optimizer state dict that this stage holds."""
+    if "state" not in state:
+        return state
     owners = _owners(optimizer, placement)
     own = {i: s for i, s in state["state"].items() if placement.is_here(owners[int(i)])}
     return {**state, "state": own}
@@ -61,7 +65,9 @@ def state_to(optimizer: Optimizer, device: torch.device) -> None:
                     {
                         key: value.to(device)
                         for key, value in state.items()
-                        if isinstance(value, Tensor) and (key != "step" or on_device)
+                        if isinstance(value, Tensor)
+                        and not value.is_meta  # of a parameter that was removed from the module
+                        and (key != "step" or on_device)
                     }
                 )
 

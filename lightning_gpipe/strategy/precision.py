@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.gradients.norm import Owner, gradient_norm, scale_to_norm
+from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.strategy import patches
 
 
@@ -62,7 +63,8 @@ def _total_norm(
     Of the tensors, those that are gradients stand for their parameters: what another stage gives
     counts as well. ``clip_grad_norm_`` takes its norm from here.
     """
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    tensors = [tensor for tensor in listed if not is_elsewhere(tensor)]
     given = {id(tensor) for tensor in tensors}
     parameters = list(module.parameters())
     norms = _norms_of_given(parameters, given, owner, groups, norm_type)

@@ -168,7 +168,8 @@ class Run:
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step. Collective over the pipeline."""
-        self.pipeline.begin_step(0, self._trainer.fit_loop.epoch_loop.total_batch_idx)
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        self.pipeline.begin_step(0, number, training=True)
         with self._guarded():
             self._share_generators()
             return step(*args, **kwargs)
