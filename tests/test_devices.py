@@ -5,20 +5,24 @@ from __future__ import annotations
 import ast
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._device import _device_constructors
 
 import lightning_gpipe
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm import p2p
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
+from tests import models
 from tests.ranks import run_ranks
 from tests.strict import backend
+from tests.training import train
 
 
 def gloo() -> Any:
@@ -181,3 +185,37 @@ def subclasses() -> tuple[str, str, list[float], bool]:
 
 def test_subclasses_of_tensors_arrive_whole_on_the_receivers_device() -> None:
     assert run_ranks(subclasses, 2) == [("Marked", "kept", [0.0, 1.0, 2.0], True)] * 2
+
+
+class ChoosesKernels(models.Module):
+    """Runs the backbone where one kernel of attention, and no other, is allowed."""
+
+    seen: ClassVar[list[tuple[bool, bool]]] = []
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            flags = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cudnn.deterministic
+            ChoosesKernels.seen.append(flags)
+            return x
+
+    def build(self) -> None:
+        super().build()
+        self.backbone.append(self.Watch())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(deterministic=True):
+            output: Tensor = self.backbone(x)
+        return output
+
+
+def watch() -> tuple[set[tuple[bool, bool]], int, bool]:
+    ChoosesKernels.seen.clear()
+    strategy = GPipeStrategy(2, checkpoint="always", balance="params")  # which runs no layer
+    train(ChoosesKernels(), max_steps=1, devices=1, strategy=strategy)
+    seen = ChoosesKernels.seen
+    return set(seen), len(seen), torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_a_recompute_chooses_among_the_forwards_kernels() -> None:
+    """Kernels differ in the last bits, so weights would."""
+    assert run_ranks(watch, 1) == [({(False, True)}, 4, True)]

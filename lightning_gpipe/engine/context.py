@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.backends import cuda, cudnn
 
 from lightning_gpipe.model.run_layer import RunLayer
+
+#: What tells whether kernels may run, and what allows them.
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...] = (
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    *(
+        (partial(getattr, cudnn, name), partial(setattr, cudnn, name))
+        for name in ("enabled", "benchmark", "deterministic")
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +36,7 @@ class ForwardContext:
         autocast_cache: Whether autocast keeps its casts.
         run_layer: How layers are run.
         default_dtype: The type of new tensors; Lightning's precision sets it for the step alone.
+        kernels: Which kernels may run, as ``sdpa_kernel`` and ``torch.backends.cudnn.flags`` say.
     """
 
     key: tuple[int, ...]
@@ -29,6 +44,7 @@ class ForwardContext:
     autocast_cache: bool
     run_layer: RunLayer
     default_dtype: torch.dtype
+    kernels: tuple[bool, ...]
 
     @classmethod
     def current(
@@ -40,12 +56,17 @@ class ForwardContext:
             for kind in dict.fromkeys(("cpu", device.type))
         )
         cache = torch.is_autocast_cache_enabled()
-        return cls(key, autocast, cache, run_layer, torch.get_default_dtype())
+        kernels = tuple(allowed() for allowed, _ in _KERNELS)
+        return cls(key, autocast, cache, run_layer, torch.get_default_dtype(), kernels)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Autocast and the default type as they were in the forward."""
+        """Autocast, the default type and the choice of kernels as they were in the forward."""
         with ExitStack() as stack:
+            for (allowed, allow), value in zip(_KERNELS, self.kernels, strict=True):
+                if allowed() != value:
+                    stack.callback(allow, allowed())
+                    allow(value)
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.default_dtype)
             for kind, enabled, dtype in self.autocast:

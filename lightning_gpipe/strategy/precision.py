@@ -72,7 +72,7 @@ def _total_norm(
     others = [t for t in tensors if id(t) not in gradients]
     norms += [torch.linalg.vector_norm(t, norm_type).to(groups.device) for t in others]
     if not norms:
-        return torch.tensor(0.0)
+        return torch.zeros((), device=groups.device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
