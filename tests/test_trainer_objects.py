@@ -24,11 +24,10 @@ from tests.training import trainer
 
 
 class Copies(L.Callback):
-    """Copies the callbacks, pickles the Trainer, and draws numbers, in the middle of a run."""
+    """Copies the callbacks in the middle of a run."""
 
     def on_train_batch_end(self, run: Any, *_: Any) -> None:
         self.copied = [type(callback) for callback in copy.deepcopy(run.callbacks)]
-        self.pickled = pickle.loads(pickle.dumps(run)).strategy
 
 
 def objects(stages: int) -> None:
@@ -49,7 +48,6 @@ def objects(stages: int) -> None:
     run.fit(models.Module())
     assert Copies in copies.copied
     assert EarlyStopping in copies.copied
-    assert copies.pickled.stages == stages
     again = pickle.loads(pickle.dumps(run))
     assert again.global_step == 2
     assert again.strategy.partition.sizes == run.strategy.partition.sizes
