@@ -51,6 +51,8 @@ class Configuration:
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "SGD"
     around: bool = False
+    calls: int = 1
+    reads_all: bool = True  # whether the loss reads the outputs of calls before the last
     refusal: str | None = None
 
     @classmethod
@@ -87,6 +89,7 @@ class Configuration:
         }
         made.optimizer = draw.choice(["SGD", "AdamW"])
         made.around = draw.random() < 0.4
+        made.calls, made.reads_all = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.5
         smallest = made.samples // min(made.chunks, made.samples)
         if any(kind == "batch norm" for kind, _, _ in made.layers) and smallest == 1:
             made.refusal = "(one|1) value per channel"
@@ -189,8 +192,12 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        h = self.backbone(self.head(x))
-        return nn.functional.mse_loss(self.head(unpack(h)), y)
+        h, others = self.head(x), torch.zeros((), dtype=x.dtype)
+        for call in range(self.made.calls):
+            h = unpack(self.backbone(h))
+            if self.made.reads_all and call < self.made.calls - 1:
+                others = others + h.square().mean()
+        return nn.functional.mse_loss(self.head(h), y) + others
 
     def configure_optimizers(self) -> Any:
         if self.made.optimizer == "LBFGS":

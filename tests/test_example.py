@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "digits.py"
 
 
 def run(*arguments: str, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "digits.py"), *arguments],
+        [sys.executable, str(EXAMPLE), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -39,7 +43,11 @@ def test_digits(tmp_path: Path) -> None:
         assert (tmp_path / path[1]).exists()
 
 
-def test_digits_help(tmp_path: Path) -> None:
-    screen = run("--help", cwd=tmp_path)
+def test_digits_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["digits.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert ended.value.code == 0
+    screen = capsys.readouterr().out
     for option in ("--stages", "--chunks", "--checkpoint", "--epochs", "--logger {csv,wandb}"):
         assert option in screen

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import pytest
 
 from tests.compatibility import table
 
 
-def test_the_table_is_complete() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.compatibility.table"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=table.PATH.parents[1],
-    )
-    assert done.returncode == 0, done.stdout
-    assert "complete, and each with a test" in done.stdout
+def test_the_table_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    is_wrong = table.main()
+    screen = capsys.readouterr().out
+    assert not is_wrong, screen
+    assert "complete, and each with a test" in screen
 
 
 def test_a_missing_row_is_found() -> None:
