@@ -1,9 +1,8 @@
 """What must be the same on every stage, compared now and then.
 
-PyTorch lets a tensor with values be changed in place by one on the meta device, and does nothing
-then. So code that reads weights of other stages may go unnoticed: an L2 term that misses some of
-them, a teacher that doesn't follow. But then stages have different losses, or different weights
-outside the backbone.
+Reading a tensor of another stage is an error at once; see :mod:`lightning_gpipe.model.elsewhere`.
+But losses may differ without: by what layers and hooks keep of their micro-batches, or by the rank.
+So may weights outside the backbone, by an optimizer that looks at all gradients together.
 """
 
 from __future__ import annotations
@@ -54,18 +53,17 @@ class ConsistencyCheck:
         if spread[0] > max(LOSS, coarse) * highest[0].abs().clamp(min=1):
             raise RuntimeError(
                 f"The stages have different losses in the same step, from {lowest[0]:.6g} to"
-                f" {highest[0]:.6g}. The step uses what not every stage has: weights of other"
-                " stages, which are on the meta device, as in an L1 or L2 term (use the optimizer's"
-                " weight_decay), what layers or hooks kept of the forward, or the rank."
+                f" {highest[0]:.6g}. The step uses what not every stage has: what layers or hooks"
+                " kept of the forward (return it with the backbone's output), or the rank."
             )
         differ = (spread[1:] > WEIGHTS * highest[1:]).nonzero().flatten()
         if len(differ):
             raise RuntimeError(
                 f"Every stage holds {self._held[int(differ[0])].names[0]}, and they have set it to"
-                " different values. What sets it reads weights or gradients that other stages hold:"
-                " an average of the backbone (use Lightning's EMAWeightAveraging), or an optimizer"
-                " that looks at all parameters together. Or it was initialised or given noise after"
-                " the Trainer started, which draws other numbers on each stage."
+                " different values. What sets it looks at what one stage holds: an optimizer at the"
+                " gradients of all its parameters together, or code at the rank. Or it was"
+                " initialised or given noise after the Trainer started, which draws other numbers"
+                " on each stage."
             )
 
     def _tensors(self) -> list[Tensor]:

@@ -73,10 +73,18 @@ class SharedParameters:
         if self._parameters or self._shared:
             self._synchronize_gradients()
         self._is_whole = True
-        self.share_buffers()
+        self._share_buffers()
+
+    def before_step(self) -> None:
+        """Share buffers that hooks have moved since the last optimizer step. Collective.
+
+        As DistributedDataParallel does: not while gradients accumulate.
+        """
+        if self._is_whole and self._groups.replicas > 1:
+            self._share_buffers()
 
     @torch.no_grad()
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Give all ranks the first one's buffers. Collective."""
         for slots, channel in self._broadcasts:
             buffers = [slot.tensor for slot in slots if slot.tensor.numel()]

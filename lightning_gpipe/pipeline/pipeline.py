@@ -115,8 +115,8 @@ class Pipeline:
     def begin_step(self, *step: int, training: bool) -> None:
         """See :meth:`PipelinedModule.begin_step`."""
         self.structure.check(self.surroundings.optimizers())
-        if training and self.surroundings.groups.replicas > 1:
-            self.shared.share_buffers()  # hooks may have moved them since the last backward
+        if training:
+            self.shared.before_step()
         self.engine.begin_step(*step)
 
     def forward(self, input: Any, run_layer: RunLayer) -> Any:
