@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -181,7 +182,10 @@ class Executor:
                 )
         waiting = deque(action for action in actions if action.op == "B")
         self._expect_gradients(waiting, batch)
-        with preserved(self._device):
+        with ExitStack() as stack:
+            stack.enter_context(preserved(self._device))
+            for stage in self._stages.values():
+                stack.enter_context(stage.preserved_generators())
             for position, action in enumerate(actions):
                 stage, m = self._stages[action.stage], action.micro_batch
                 match action.op:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,8 +15,8 @@ from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.randomness import LayerRandomness
 from lightning_gpipe.tensors import strides
-from lightning_gpipe.tensors.random_state import seed_torch
 from lightning_gpipe.tensors.tree import Tree
 
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -65,6 +63,7 @@ class StageCall:
         context: What surrounds the forward.
         modes: Which of the stage's modules were in training.
         count: M.
+        seeded: The layers before which Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
@@ -74,6 +73,7 @@ class StageCall:
     context: ForwardContext
     modes: tuple[bool, ...]
     count: int
+    seeded: frozenset[int]
     buffers: CallBuffers | None
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
@@ -82,9 +82,8 @@ class StageCall:
 class Stage:
     """Runs the layers of one stage.
 
-    Layers draw their random numbers from a generator that is seeded for (call, micro-batch, layer),
-    so that they are the same for every number of stages and again in the recompute. Python's and
-    NumPy's generators are not covered.
+    Layers draw their random numbers from generators that are seeded for (call, micro-batch, layer),
+    so that they are the same for every number of stages and again in the recompute.
 
     Args:
         layers: The layers by their index in the backbone, in order.
@@ -109,6 +108,7 @@ class Stage:
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
+        self._randomness = LayerRandomness(self._layers, device)
 
     def close(self) -> None:
         """Let go of the layers."""
@@ -123,7 +123,12 @@ class Stage:
         """
         self._batch_norm.begin(sizes)
         modes = self._modes()
-        return StageCall(context, modes, len(sizes), self._buffers.begin(modes))
+        seeded = self._randomness.begin(modes)
+        return StageCall(context, modes, len(sizes), seeded, self._buffers.begin(modes))
+
+    def preserved_generators(self) -> AbstractContextManager[None]:
+        """Put the layers' own generators back at the end."""
+        return self._randomness.preserved()
 
     def end_forward(self, call: StageCall) -> None:
         """End the forward part of a call, once all its micro-batches are forwarded."""
@@ -166,7 +171,7 @@ class Stage:
                 self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph)
             )
             stack.enter_context(self._batch_norm.micro_batch(recompute=False))
-            outputs = self._run(m, entered, call.context)
+            outputs = self._run(m, entered, call)
         record.output_requires_grad = [
             isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
             for t in outputs.leaves
@@ -204,7 +209,7 @@ class Stage:
             inputs = _entered(record.stored, record)
             if not keep_input:
                 record.stored = None
-            record.roots = _roots(self._run(m, inputs, call.context))
+            record.roots = _roots(self._run(m, inputs, call))
 
     def backward(
         self,
@@ -259,19 +264,21 @@ class Stage:
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self._parameters]
 
-    def _run(self, m: int, inputs: Tree, context: ForwardContext) -> Tree:
+    def _run(self, m: int, inputs: Tree, call: StageCall) -> Tree:
         value: Any = inputs.value()
-        for index, layer in self._layers.items():
-            seed_torch(self.device, _seed_of(*context.key, m, index))
-            try:
-                value = context.run_layer(index, layer, value)
-            except Exception as error:
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(
-                        f"In layer {index} ({type(layer).__name__}) of the backbone, micro-batch"
-                        f" {m}."
-                    )
-                raise
+        key, seeded = (*call.context.key, m), call.seeded
+        with self._randomness.run(key, seeded):
+            for index, layer in self._layers.items():
+                try:
+                    with self._randomness.layer(key, index, seeded):
+                        value = call.context.run_layer(index, layer, value)
+                except Exception as error:
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(
+                            f"In layer {index} ({type(layer).__name__}) of the backbone,"
+                            f" micro-batch {m}."
+                        )
+                    raise
         return Tree.of(value, f"The output of layer {next(reversed(self._layers))} of the backbone")
 
     @contextmanager
@@ -338,12 +345,6 @@ def _versions(tree: Tree) -> list[int]:
 def _roots(outputs: Tree) -> list[GradientEdge]:
     """Where the backward begins. The outputs themselves needn't be kept for it."""
     return [get_gradient_edge(t) for t in outputs.tensors() if t.requires_grad]
-
-
-def _seed_of(*key: int) -> int:
-    """A seed that depends on all numbers of a key."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _drop(tensor: Tensor) -> None:

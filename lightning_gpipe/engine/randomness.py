@@ -1,0 +1,173 @@
+"""The random numbers that layers draw: the same for every number of stages, and in a recompute.
+
+Before a layer torch's generators are seeded for (call, micro-batch, layer), and so are generators
+of the layer's own. Python's and NumPy's take longer to seed than many a layer to run: they are
+seeded before those layers that are known to draw from them. In the first calls that is found out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpipe.tensors.random_state import seed_torch
+
+_CLOSE_LOOKS = 2  # calls in which every layer is watched
+
+
+class LayerRandomness:
+    """Seeds what the layers of a stage draw from.
+
+    Args:
+        layers: The layers by their index in the backbone.
+        device: Where they are.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._all = frozenset(layers)
+        self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
+        self._draw: set[int] = set()
+        self._looks: dict[tuple[bool, ...], int] = {}
+
+    def begin(self, modes: tuple[bool, ...]) -> frozenset[int]:
+        """Begin a call.
+
+        Args:
+            modes: Which modules are in training: in others other layers may draw.
+
+        Returns:
+            The layers before which Python's and NumPy's generators are seeded.
+        """
+        looks = self._looks[modes] = self._looks.get(modes, 0) + 1
+        return self._all if looks <= _CLOSE_LOOKS else frozenset(self._draw)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put the layers' own generators back at the end."""
+        states = [(g, _state(g)) for generators in self._own.values() for g, _ in generators]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                _set_state(generator, state)
+
+    @contextmanager
+    def run(self, key: tuple[int, ...], seeded: frozenset[int]) -> Iterator[None]:
+        """Run a micro-batch through the stage inside this context.
+
+        Args:
+            key: Numbers of the call and the micro-batch.
+            seeded: What :meth:`begin` returned.
+        """
+        _seed_global(_seed_of(*key, min(self._all)))
+        mark = None if seeded else _global_state()
+        yield
+        if mark is not None and _global_state() != mark:
+            self._looks.clear()  # a layer began to draw: look again which one
+
+    @contextmanager
+    def layer(self, key: tuple[int, ...], index: int, seeded: frozenset[int]) -> Iterator[None]:
+        """Run a layer inside this context.
+
+        Args:
+            key: Numbers of the call and the micro-batch.
+            index: The layer.
+            seeded: What :meth:`begin` returned.
+        """
+        seed = _seed_of(*key, index)
+        seed_torch(self._device, seed)
+        for number, (generator, first_seed) in enumerate(self._own[index]):
+            _seed(generator, _seed_of(seed, number, first_seed))
+        mark = None
+        if index in seeded:
+            _seed_global(seed)
+            mark = _global_state() if index not in self._draw else None
+        yield
+        if mark is not None and _global_state() != mark:
+            self._draw.add(index)
+
+
+def _seed_of(*key: int) -> int:
+    """A seed that depends on all numbers of a key."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _seed_global(seed: int) -> None:
+    """Seed Python's generator and, if anybody has imported it, NumPy's."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _global_state() -> tuple[Any, ...]:
+    """What tells whether somebody drew from Python's or NumPy's generator."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:
+    """Generators that a layer's modules hold, also in lists and dicts, with their first seeds."""
+    seen: set[int] = set()
+    for module in layer.modules():
+        for value in vars(module).values():
+            held: Any = [value]
+            if isinstance(value, dict):
+                held = list(value.values())
+            elif isinstance(value, (list, tuple)):
+                held = list(value)
+            for generator in held:
+                if _is_generator(generator) and id(generator) not in seen:
+                    seen.add(id(generator))
+                    yield generator, _first_seed(generator)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.Generator)
+
+
+def _first_seed(generator: Any) -> int:
+    """The seed that the user gave, where it is known: two layers may differ in it alone."""
+    return generator.initial_seed() % 2**63 if isinstance(generator, torch.Generator) else 0
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state

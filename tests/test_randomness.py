@@ -1,0 +1,127 @@
+"""Layers may draw from any generator: neither the cut nor the recompute may show."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.schedule.actions import CHECKPOINT_MODES, Checkpoint
+from tests.in_process import InProcess, trained
+
+WIDTH = 4
+
+
+class Noise(nn.Module):
+    """Scales its output by a number that it draws."""
+
+    def __init__(self, draw: Callable[[Noise], float], since: int = 0) -> None:
+        super().__init__()
+        self.draw, self.since, self.calls = draw, since, 0
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator().manual_seed(5)
+        self.held: dict[str, Any] = {"torch": torch.Generator().manual_seed(6)}
+        self.listed = [random.Random(7), np.random.default_rng(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + (self.draw(self) if self.calls > self.since else 0))
+
+
+DRAWS: dict[str, Callable[[Noise], float]] = {
+    "torch": lambda noise: float(torch.rand(())),
+    "Python's": lambda noise: random.random(),
+    "NumPy's": lambda noise: float(np.random.rand()),
+    "an attribute": lambda noise: float(torch.rand((), generator=noise.generator)),
+    "in a dict": lambda noise: float(torch.rand((), generator=noise.held["torch"])),
+    "its own Random": lambda noise: noise.listed[0].random(),
+    "its own NumPy generator": lambda noise: float(noise.listed[1].random()),
+}
+
+
+def layers_of(draw: str, since: int = 0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Noise(DRAWS[draw], since) for _ in range(4))).double()
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_random_numbers_of_layers_do_not_depend_on_cut_or_mode(draw: str) -> None:
+    layers = layers_of(draw)
+    expected = None
+    for cut, mode in itertools.product(((4,), (1, 3), (1, 1, 1, 1)), CHECKPOINT_MODES):
+        found = trained(layers, cut, 4, mode, inputs())
+        expected = expected or found
+        different = [name for name in expected if not torch.equal(expected[name], found[name])]
+        assert not different, (cut, mode, different)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_micro_batches_layers_and_steps_draw_different_numbers(draw: str) -> None:
+    drawn: list[float] = []
+    layers = layers_of(draw)
+
+    def note(noise: Noise) -> float:
+        drawn.append(DRAWS[draw](noise))
+        return drawn[-1]
+
+    for layer in layers:
+        layer.draw = note  # type: ignore[assignment]
+    pipeline = InProcess(layers, (2, 2), 4, "never")
+    for step, value in enumerate(inputs()):
+        pipeline.step(value, step)
+    assert len(set(drawn)) == len(drawn) == 4 * 4 * 4
+
+
+def seed_all() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_the_code_outside_sees_one_stream(draw: str) -> None:
+    layers = layers_of(draw)
+    seed_all()
+    first = [DRAWS[draw](layers[0]) for _ in range(2)]  # type: ignore[arg-type]
+    layers = layers_of(draw)
+    pipeline = InProcess(layers, (2, 2), 4, "always")
+    seed_all()
+    second = [DRAWS[draw](layers[0])]  # type: ignore[arg-type]
+    pipeline.step(inputs()[0])
+    second.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
+    assert first == second
+
+
+def drawn_late(draw: str, mode: Checkpoint) -> list[float]:
+    """What layers draw that begin to draw in the last step."""
+    drawn: list[float] = []
+
+    def note(noise: Noise) -> float:
+        drawn.append(DRAWS[draw](noise))
+        return drawn[-1]
+
+    layers = nn.Sequential(*(Noise(note) for _ in range(4))).double()
+    pipeline = InProcess(layers, (2, 2), 1, mode)
+    for step, value in enumerate(inputs()):
+        for layer in layers:
+            layer.since = 10**6 if step < 3 else 0  # type: ignore[assignment]
+        pipeline.step(value, step)
+    return drawn
+
+
+@pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
+def test_a_layer_that_begins_to_draw_late_recomputes_what_it_drew(draw: str) -> None:
+    forward = drawn_late(draw, "never")
+    assert len(set(forward)) == len(forward) == 4
+    assert drawn_late(draw, "always") == [*forward, *forward[2:], *forward[:2]]
