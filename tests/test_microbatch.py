@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_gpipe.model.run_layer import run_layer
+from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.tensors.microbatch import Merge, Split
 from lightning_gpipe.tensors.tree import Tree
 
@@ -86,6 +92,61 @@ def test_equal_rows_are_not_mistaken_for_a_whole_tensor() -> None:
     parts = [tree(torch.ones(6, dtype=torch.bool)) for _ in range(2)]
     merged, _ = Merge.merge(parts, split, batch)
     assert merged.value().shape == (12,)
+
+
+class Returns(nn.Module):
+    """Returns its input, and something else."""
+
+    def __init__(self, extra: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.extra(x)
+
+
+def merged_with_outline(extra: Callable[[torch.Tensor], Any]) -> Any:
+    layer, batch = Returns(extra), tree(torch.arange(16.0).view(8, 2))
+    split = Split.plan(batch, 2)
+    parts = [tree(layer(part.value())) for part in split.scatter(batch)]
+    told = PerSample([layer], nullcontext)
+    outline = partial(told.outline, batch, run_layer, split)
+    return Merge.merge(parts, split, batch, outline)[0].value()[1]
+
+
+def test_a_constant_beside_the_batch_comes_out_once() -> None:
+    table = torch.randn(8, 3)
+    assert torch.equal(merged_with_outline(lambda x: table), table)
+    assert merged_with_outline(lambda x: 8) == 8
+
+
+def test_rows_per_sample_are_merged_though_all_micro_batches_have_one_size() -> None:
+    rows = merged_with_outline(lambda x: x.repeat_interleave(2, 0))
+    assert torch.equal(rows, torch.arange(16.0).view(8, 2).repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        (lambda x: len(x), "a number that depends on the size of the micro-batch"),
+        (lambda x: float(x.numel()), "a number that depends on the size of the micro-batch"),
+        (lambda x: torch.cat([x, x, x[:1], x[:1], x[:1], x[:1]]), "can't be merged along"),
+        (lambda x: x.T @ x, "no batch dimension and differs"),
+        (lambda x: x.new_zeros(8, 3) + x[0, 0], "no batch dimension and differs"),
+    ],
+)
+def test_what_depends_on_the_micro_batch_as_a_whole_is_refused(
+    extra: Callable[[torch.Tensor], Any], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        merged_with_outline(extra)
+
+
+def test_micro_batches_of_other_shapes_are_refused_with_the_remedy() -> None:
+    batch = tree(torch.zeros(4))
+    split = Split.plan(batch, 2)
+    with pytest.raises(ValueError, match=r"more than the number of samples: shapes \[\(2, 3\), "):
+        Merge.merge([tree(torch.zeros(2, 3)), tree(torch.zeros(2, 4))], split, batch)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_gpipe.tensors.microbatch import Merge, Split
+from lightning_gpipe.tensors.microbatch import GetOutline, Merge, Split, unknown
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -79,18 +79,19 @@ class BatchOutput:
         """Take a micro-batch's output, and for each leaf whether it wants a gradient."""
         self._parts.append((tree, list(requires_grad)))
 
-    def merge(self, batch: Tree) -> tuple[Tree, list[int]]:
+    def merge(self, batch: Tree, outline: GetOutline = unknown) -> tuple[Tree, list[int]]:
         """Put the output together, once all micro-batches' are there.
 
         Args:
             batch: The backbone's input.
+            outline: See :meth:`Merge.merge`.
 
         Returns:
             The output, and which of its leaves want a gradient.
         """
         outputs, self._flags = [tree for tree, _ in self._parts], [f for _, f in self._parts]
         self._parts = []
-        merged, self._merge = Merge.merge(outputs, self.split, batch)
+        merged, self._merge = Merge.merge(outputs, self.split, batch, outline)
         wanted = [i for i in range(len(merged.leaves)) if any(row[i] for row in self._flags)]
         return merged, wanted
 

@@ -7,7 +7,7 @@ reaches the call; see :mod:`lightning_gpipe.engine.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.schedule.actions import Action, Checkpoint
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
-from lightning_gpipe.tensors.microbatch import Split
+from lightning_gpipe.tensors.microbatch import GetOutline, Outline, Split, unknown
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -109,7 +109,13 @@ class WholeBatch:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, value: Any, run_layer: RunLayer, whole: Collection[int] = ()) -> Any:
+    def forward(
+        self,
+        value: Any,
+        run_layer: RunLayer,
+        whole: Collection[int] = (),
+        outline: Callable[[Split], Outline | None] | None = None,
+    ) -> Any:
         """Run the backbone. Collective over the pipeline.
 
         Args:
@@ -117,6 +123,7 @@ class WholeBatch:
                 changed.
             run_layer: Runs one of the layers.
             whole: Leaves of the input that are not split, however long they are.
+            outline: Tells what comes out for other sizes of a micro-batch, if it can be known.
 
         Returns:
             The last stage's output of all micro-batches, on every stage.
@@ -127,7 +134,7 @@ class WholeBatch:
         forwards = tuple(action for action in self._program(split) if action.op == "F")
         with record_function("gpipe_forward"):
             self._executor.run(forwards, call.batch)
-        output = self._share_output(call, batch)
+        output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
         self._executor.end_forward(call.batch)
         if not call.wanted:
             return output.value()
@@ -177,9 +184,9 @@ class WholeBatch:
                 " 0`."
             )
 
-    def _share_output(self, call: Call, batch: Tree) -> Tree:
+    def _share_output(self, call: Call, batch: Tree, outline: GetOutline) -> Tree:
         """Merge the last stage's outputs and give them to every stage."""
-        shared = call.output_side.merge(batch) if self._groups.is_last else None
+        shared = call.output_side.merge(batch, outline) if self._groups.is_last else None
         output: Tree
         output, call.wanted = self._control.broadcast(
             "output", shared, source=self._groups.stages - 1

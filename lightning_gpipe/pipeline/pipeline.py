@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,10 +122,11 @@ class Pipeline:
 
     def forward(self, input: Any, run_layer: RunLayer) -> Any:
         """See :meth:`Engine.forward`. Collective over the pipeline."""
-        whole = frozenset[int]()
+        batch, whole = Tree.of(input, "The backbone's input"), frozenset[int]()
         if self.surroundings.chunks > 1:
-            whole = self.per_sample.whole(Tree.of(input, "The backbone's input"), run_layer)
-        return self.engine.forward(input, run_layer, whole)
+            whole = self.per_sample.whole(batch, run_layer)
+        outline = partial(self.per_sample.outline, batch, run_layer)
+        return self.engine.forward(input, run_layer, whole, outline)
 
     @contextmanager
     def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:

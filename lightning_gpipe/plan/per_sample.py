@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.tensors.microbatch import batch_leaf
+from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
+from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
 
 #: Inputs that are remembered: models whose inputs differ in every step have no use for more.
@@ -49,6 +50,7 @@ class PerSample:
         self._chunks = chunks
         self._as_written = as_written
         self._known: dict[Any, dict[int, bool]] = {}
+        self._outlines: dict[str, Outline | None] = {}
 
     def whole(self, batch: Tree, run_layer: RunLayer) -> Leaves:
         """The leaves that are for all samples, though as long as the batch. Local.
@@ -86,6 +88,48 @@ class PerSample:
                 trials = _Trials(self._layers, run_layer, batch, first, whole)
                 trials.check_cut(max(1, samples // self._chunks))
         return whole
+
+    def outline(self, batch: Tree, run_layer: RunLayer, split: Split) -> Outline | None:
+        """What the layers return for two other sizes of a micro-batch. Local.
+
+        Args:
+            batch: The backbone's input.
+            run_layer: Runs one of its layers.
+            split: How it is split.
+
+        Returns:
+            None if a layer needs values.
+        """
+        kinds = [(t.shape[1:], t.dtype) if isinstance(t, Tensor) else t for t in batch.leaves]
+        key = repr((batch.spec, kinds, split.split_leaves))
+        if key not in self._outlines:
+            if len(self._outlines) >= _REMEMBERED:
+                self._outlines.clear()
+            device = torch.device("cpu")
+            with self._as_written(), torch.inference_mode(False), preserved(device):
+                self._outlines[key] = self._traced(batch, run_layer, split)
+        return self._outlines[key]
+
+    def _traced(self, batch: Tree, run_layer: RunLayer, split: Split) -> Outline | None:
+        fewer, more = _other_numbers(batch, split.sizes[0])
+        outputs = []
+        for samples in (fewer, more):
+            leaves = zip(batch.leaves, split.split_leaves, strict=True)
+            given = [
+                torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
+                if is_split
+                else to_meta_leaf(leaf)
+                for leaf, is_split in leaves
+            ]
+            value = batch.with_leaves(given).value()
+            try:
+                for index, layer in enumerate(self._layers):
+                    value = run_layer_on_meta(layer, run_layer, index, value)
+            except UntraceableLayer:
+                return None
+            outputs.append(Tree.of(value, "The backbone's output"))
+        first, second = outputs
+        return Outline((fewer, more), (first, second)) if first.spec == second.spec else None
 
     def _roles_of(self, batch: Tree) -> dict[int, bool]:
         """For leaves of inputs like this one, as far as it is known: whether one a sample."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -132,6 +133,54 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """What comes out for two sizes of a micro-batch: shapes and numbers, no values of tensors.
+
+    Where all micro-batches have the same size, it alone tells a constant from what is per sample.
+
+    Args:
+        sizes: The two numbers of samples.
+        outputs: The output for each.
+    """
+
+    sizes: tuple[int, int]
+    outputs: tuple[Tree, Tree]
+
+    def is_constant(self, i: int) -> bool:
+        """Whether a leaf is the same for every size.
+
+        Raises:
+            ValueError: If it depends on the size in another way than by rows per sample.
+        """
+        first, second = (tree.leaves[i] for tree in self.outputs)
+        if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+            if first == second:
+                return True
+            raise ValueError(
+                f"Leaf {i} of the backbone's output is a number that depends on the size of the"
+                f" micro-batch: {first} for {self.sizes[0]} samples, {second} for"
+                f" {self.sizes[1]}. Compute it in the step, from the whole batch."
+            )
+        if first.shape == second.shape:
+            return True
+        if _lengths([first, second], self.sizes) is None or first.shape[1:] != second.shape[1:]:
+            raise ValueError(
+                f"Leaf {i} of the backbone's output has shape {tuple(first.shape)} for"
+                f" {self.sizes[0]} samples and {tuple(second.shape)} for {self.sizes[1]}, so it"
+                " can't be merged along dimension 0. Return values per sample, shape [batch, ...]."
+            )
+        return False
+
+
+GetOutline: TypeAlias = Callable[[], Outline | None]
+
+
+def unknown() -> Outline | None:
+    """Nothing is known but what the micro-batches tell."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Merge:
     """How the outputs of micro-batches became the output of the mini-batch.
 
@@ -143,13 +192,21 @@ class Merge:
     lengths: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
-    def merge(cls, outputs: Sequence[Tree], split: Split, batch: Tree) -> tuple[Tree, Merge]:
+    def merge(
+        cls,
+        outputs: Sequence[Tree],
+        split: Split,
+        batch: Tree,
+        outline: GetOutline = unknown,
+    ) -> tuple[Tree, Merge]:
         """Concatenate the outputs of all micro-batches along dimension 0.
 
         Args:
             outputs: One tree a micro-batch, without gradients.
             split: How the input was split.
             batch: The input: a tensor that was passed whole may come out whole.
+            outline: Tells what comes out for other sizes, if it can be known; asked only where the
+                micro-batches alone don't tell.
 
         Returns:
             The mini-batch's output, and how to split its gradient.
@@ -176,9 +233,14 @@ class Merge:
             length = _lengths(column, sizes)
             if length and any(_all_equal([tensor, *column]) for tensor in whole):
                 length = None
+            if _is_ambiguous(column, split, batch, length):
+                known = outline()
+                if known is not None and known.is_constant(i):
+                    length = None
             if len(column) == 1:
                 leaves.append(column[0])
             elif length:
+                _check_alike(i, column)
                 leaves.append(torch.cat(column))
             elif _all_equal(column):
                 leaves.append(column[0])
@@ -207,6 +269,34 @@ class Merge:
                 for m, part in enumerate(gradient.split(lengths)):
                     rows[m][i] = part
         return rows
+
+
+def _is_ambiguous(
+    column: Sequence[Leaf], split: Split, batch: Tree, length: tuple[int, ...] | None
+) -> bool:
+    """Whether a leaf may be a constant, or a number that counts the micro-batch, and look alike."""
+    if len(column) == 1 or len(set(split.sizes)) > 1:
+        return False  # of different sizes the lengths and the numbers tell
+    first = column[0]
+    if isinstance(first, Tensor):
+        return length is not None and length[0] != split.sizes[0]
+    is_number = isinstance(first, (int, float)) and not isinstance(first, bool)
+    return is_number and not any(
+        type(leaf) is type(first) and leaf == first for leaf in batch.leaves
+    )
+
+
+def _check_alike(i: int, column: Sequence[Tensor]) -> None:
+    """Check that the micro-batches' parts of a leaf fit together."""
+    kinds = {(tuple(part.shape[1:]), part.dtype) for part in column}
+    if len(kinds) > 1:
+        shapes = [tuple(part.shape) for part in column]
+        raise ValueError(
+            f"Leaf {i} of the backbone's output differs between micro-batches in more than the"
+            f" number of samples: shapes {shapes}, types {sorted({str(t.dtype) for t in column})}."
+            " Pad to one length before the backbone, not to what a micro-batch needs; or use"
+            " chunks=1."
+        )
 
 
 def _lengths(column: Sequence[Leaf], sizes: Sequence[int]) -> tuple[int, ...] | None:
