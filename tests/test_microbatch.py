@@ -109,7 +109,7 @@ def merged_with_outline(extra: Callable[[torch.Tensor], Any]) -> Any:
     layer, batch = Returns(extra), tree(torch.arange(16.0).view(8, 2))
     split = Split.plan(batch, 2)
     parts = [tree(layer(part.value())) for part in split.scatter(batch)]
-    told = PerSample([layer], nullcontext)
+    told = PerSample([layer], 2, nullcontext)
     outline = partial(told.outline, batch, run_layer, split)
     return Merge.merge(parts, split, batch, outline)[0].value()[1]
 
