@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,8 +26,26 @@ from tests import failing, models
 from tests.ranks import start_ranks
 from tests.training import train
 
-RANKS = 4
+RANKS = 3  # a first, a middle and a last stage
 LIMIT_S = 15.0  # from the failure to the end of the last process
+SILENT = ("kill", "segfault", "exit")  # what ends a process before it can say anything
+#: What is told of a failure, where it isn't "broken in" its place.
+MESSAGES = {
+    **dict.fromkeys(SILENT, "its process died"),
+    "term": "SIGTERM was received",
+    "interrupt": "KeyboardInterrupt",
+    "sysexit": "SystemExit: 0",
+    "unreadable": "Unreadable: (its message can't be read: ValueError)",
+    "huge": "Broken: \\x1b[2Jbroken in huge xxx",
+    "thread": "broken in another thread",
+}
+CASES = [
+    *((where, rank) for where in (*failing.PLACES, "kill", "exit") for rank in range(RANKS)),
+    *((where, rank) for where in ("term", "interrupt") for rank in range(RANKS)),
+    *((where, 1) for where in (*failing.BEFORE, *failing.AFTER, "segfault")),
+    *((where, 1) for where in ("sysexit", "unreadable", "huge", "thread")),
+    *((where, 0) for where in (*failing.FIRST, *failing.AFTER)),
+]
 
 
 def screens(where: str, rank: int, folder: Path) -> tuple[list[str], list[Any], float]:
@@ -52,47 +71,64 @@ def screens(where: str, rank: int, folder: Path) -> tuple[list[str], list[Any], 
     return texts, [p.exitcode for p in processes], max(ends.values()) - min(ends.values())
 
 
-def check(where: str, rank: int, message: str, folder: Path) -> None:
-    texts, codes, seconds = screens(where, rank, folder / f"{where}{rank}")
+@pytest.mark.parametrize(("where", "rank"), CASES)
+def test_one_error_ends_all_ranks_with_the_first_error_told(
+    where: str, rank: int, tmp_path: Path
+) -> None:
+    texts, codes, seconds = screens(where, rank, tmp_path / "run")
     assert all(code != 0 for code in codes), (codes, texts)
     assert seconds < LIMIT_S, seconds
     for k, text in enumerate(texts):
-        if k != rank or where not in ("kill", "exit"):
-            assert f"[rank {k}] Rank {rank} (stage {rank}) failed:" in text, text
-            assert message in text, text
+        if k != rank or where not in SILENT:
+            told = [line for line in text.splitlines() if line.startswith(f"[rank {k}] Rank")]
+            assert len(told) == 1, text  # once
+            assert told[0].startswith(f"[rank {k}] Rank {rank} (stage {rank}) failed:"), text
+            assert MESSAGES.get(where, f"broken in {where}") in told[0], text
+            assert len(told[0]) < 400, text  # in one line
+            assert "\x1b[2J" not in told[0]
 
 
-@pytest.mark.parametrize("where", [p for p in failing.PLACES if p != "loader"])
-def test_an_exception_on_each_stage(where: str, tmp_path: Path) -> None:
-    for rank in range(RANKS):
-        check(where, rank, f"broken in {where}", tmp_path)
-
-
-def test_an_exception_of_the_loader(tmp_path: Path) -> None:
-    check("loader", 0, "broken in loader", tmp_path)
-
-
-@pytest.mark.parametrize("where", ["kill", "exit"])
-def test_a_process_that_dies(where: str, tmp_path: Path) -> None:
-    for rank in range(RANKS):
-        check(where, rank, "its process died", tmp_path)
-
-
-def test_a_collective_call_on_one_rank_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, RANKS - 1])
+def test_a_collective_call_on_one_rank_alone(rank: int, tmp_path: Path) -> None:
     """The others are in another collective call, which isn't ours to check."""
-    for rank in (0, 3):
-        texts, codes, _ = screens("alone", rank, tmp_path / str(rank))
-        assert all(code != 0 for code in codes), (codes, texts)
-        for text in texts:
-            assert "never under `if rank == 0`" in text, text
+    texts, codes, _ = screens("alone", rank, tmp_path / "run")
+    assert all(code != 0 for code in codes), (codes, texts)
+    for text in texts:
+        assert "never under `if rank == 0`" in text, text
 
 
-@pytest.mark.parametrize(
-    ("where", "message"), [("term", "SIGTERM was received"), ("interrupt", "KeyboardInterrupt")]
-)
-def test_a_signal_to_each_stage(where: str, message: str, tmp_path: Path) -> None:
-    for rank in range(RANKS):
-        check(where, rank, message, tmp_path)
+def test_ctrl_c_saves_after_the_step_where_a_callback_saves_on_exceptions(tmp_path: Path) -> None:
+    """One rank alone got the signal, in the middle of a step: all save together, then end."""
+    texts, codes, _ = screens("interrupt to save", 1, tmp_path / "run")
+    assert all(code != 0 for code in codes), (codes, texts)
+    saved = torch.load(tmp_path / "run" / "saved" / "on_exception.ckpt", weights_only=True)
+    assert saved["global_step"] == failing.STEP + 1, "the step was finished"
+    assert len(saved["state_dict"]) == 16, "every stage's layers are there"
+    for text in texts:
+        assert "failed: KeyboardInterrupt" in text, text
+        assert "is not saved" not in text, text
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    texts, codes, _ = screens("interrupt to save twice", 1, tmp_path / "run")
+    assert all(code != 0 for code in codes), (codes, texts)
+    assert all("Rank 1 (stage 1) failed: KeyboardInterrupt" in text for text in texts), texts
+    assert not (tmp_path / "run" / "saved" / "on_exception.ckpt").exists()
+
+
+def sigterm(folder: Path) -> None:
+    class Told(L.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            print(f"received_sigterm={trainer.received_sigterm}", flush=True)
+
+    failing.run("term", 1, 2, str(folder), more=[Told()])
+
+
+def test_the_trainer_tells_that_sigterm_was_received(tmp_path: Path) -> None:
+    for process in start_ranks(sigterm, 2, tmp_path, tmp_path):
+        process.join(60)
+        assert process.exitcode not in (0, None)
+    assert "received_sigterm=True" in (tmp_path / "1").read_text()
 
 
 def uneven(stages: int) -> None:
@@ -141,7 +177,7 @@ def test_a_broken_terminal(tmp_path: Path) -> None:
 
 
 def by_the_launcher(
-    where: str, rank: int, start: str = "popen", ranks: int = RANKS
+    where: str, rank: int, start: str = "popen", ranks: int = 2
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.failing", "--rank", str(rank), "--where", where]
     return subprocess.Popen(
@@ -156,6 +192,17 @@ def by_the_launcher(
         text=True,
         start_new_session=True,
     )
+
+
+def screen_of(process: subprocess.Popen[str]) -> str:
+    """What a run prints that ends by itself, with an error."""
+    try:
+        screen = process.communicate(timeout=100)[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0, screen
+    return screen
 
 
 def processes_of(screen: str) -> dict[int, int]:
@@ -187,7 +234,7 @@ def start_training(process: subprocess.Popen[str]) -> str:
 )
 def test_signals_from_outside(signals: signal.Signals, to: int | None, message: str) -> None:
     """As a user or a scheduler sends them to a run that Lightning's launcher started."""
-    process = by_the_launcher("step", -1, ranks=2)
+    process = by_the_launcher("none", -1)
     try:
         screen = start_training(process)
         ranks = processes_of(screen)
@@ -209,22 +256,50 @@ def test_signals_from_outside(signals: signal.Signals, to: int | None, message: 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_an_error_in_a_forked_process() -> None:
+@pytest.mark.parametrize("where", ["layer", "callback"])
+def test_the_error_stands_last_and_its_traceback_once(where: str) -> None:
+    """And nobody has to scroll: one line per rank, the user's frames, the error."""
+    screen = screen_of(by_the_launcher(where, 1))
+    error = f"Rank 1 (stage 1) failed: Broken: broken in {where}"
+    after = screen[screen.index(" failed: ") :].strip().splitlines()
+    assert after[-1] == error, screen
+    assert screen.count(error) == 3, screen  # a line of each rank, and the last one
+    assert screen.count("Traceback") == 1, screen
+    assert "in check" in screen
+    assert "RemoteError" not in screen
+    assert len(after) < 40, screen
+
+
+def test_the_error_stands_last_where_processes_are_forked() -> None:
     """Lightning handles errors in the process that waits for the others, not in these."""
-    process = by_the_launcher("callback", 1, "fork")
-    screen = process.communicate(timeout=60)[0]
-    assert process.returncode != 0
-    for rank in range(RANKS):
+    screen = screen_of(by_the_launcher("callback", 1, "fork"))
+    for rank in range(2):
         assert f"[rank {rank}] Rank 1 (stage 1) failed: Broken: broken in callback" in screen
+    last = "Rank 1 (stage 1) failed: Broken: broken in callback"
+    assert screen.strip().splitlines()[-1] == last, screen
+    assert "in check" in screen  # the traceback is the first error's
+    assert "RemoteError" not in screen, screen
 
 
 def test_a_forked_process_that_dies() -> None:
     """The launcher sends SIGTERM to the others at once, which isn't why the run ended."""
-    process = by_the_launcher("kill", 2, "fork")
-    screen = process.communicate(timeout=60)[0]
-    assert process.returncode != 0
-    for rank in (0, 1, 3):
-        assert f"[rank {rank}] Rank 2 (stage 2) failed: its process died" in screen
+    screen = screen_of(by_the_launcher("kill", 1, "fork", ranks=3))
+    for rank in (0, 2):
+        assert f"[rank {rank}] Rank 1 (stage 1) failed: its process died" in screen
+
+
+def test_a_forked_process_that_leaves_does_not_count_as_a_success() -> None:
+    screen = screen_of(by_the_launcher("sysexit", 1, "fork"))
+    assert "Rank 1 (stage 1) failed: SystemExit: 0" in screen
+
+
+@pytest.mark.parametrize("where", failing.AROUND)
+def test_a_rank_that_leaves_the_script_is_missed(where: str) -> None:
+    """Else the others wait for it for half an hour, to begin a run."""
+    start = time.monotonic()
+    screen = screen_of(by_the_launcher(where, 1))
+    assert "Rank 1 ended (exit code 0) while the others wait for it to begin a run." in screen
+    assert time.monotonic() - start < 90
 
 
 def test_a_failed_child_is_not_seen_at_once() -> None:
@@ -251,8 +326,8 @@ if __name__ == "__main__":  # many runs in a row, each of which fails at random
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else secrets.randbelow(10**6)
     draw = random.Random(seed)
     for number in range(int(sys.argv[1])):
-        place = draw.choice([*failing.PLACES, *failing.SIGNALS, "exit"])
-        where = 0 if place == "loader" else draw.randrange(RANKS)
+        place = draw.choice([*failing.PLACES, *failing.FIRST, *failing.SIGNALS, "exit"])
+        where = 0 if place in failing.FIRST else draw.randrange(RANKS)
         with tempfile.TemporaryDirectory() as folder:
             _, codes, seconds = screens(place, where, Path(folder) / "run")
         assert all(code != 0 for code in codes)

@@ -126,6 +126,14 @@ class Groups:
         """
         return self.pipeline.decide(kind, partial(self.siblings.decide, kind, decision))
 
+    def any_of_all(self, decision: bool) -> bool:
+        """Whether any rank has decided so, told through the host. Collective over all pipelines."""
+        votes = torch.tensor(int(decision))
+        for channel in (self.pipeline, self.siblings):
+            if channel.groups is not None:
+                dist.all_reduce(votes, dist.ReduceOp.MAX, channel.groups[0])
+        return bool(votes)
+
     def close(self) -> None:
         """Destroy the groups, once every rank is through with them. Collective."""
         self.pipeline.close()

@@ -7,6 +7,7 @@ import hmac
 import socket
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.forks import keep_from_children
@@ -46,6 +47,7 @@ class Hub:
         self._told: set[int] = set()
         self._through: set[int] = set()
         self._stalled: dict[int, str] = {}
+        self._serving: set[Any] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
@@ -57,20 +59,24 @@ class Hub:
         """End all connections, once everything said has gone out."""
         if self._server is not None:
             self._server.close()
-        links = [*self._links.values(), *self._strangers]
-        for link in links:
+        for link in (*self._links.values(), *self._strangers):
             link.send("bye")
             link.close()
-        with suppress(asyncio.TimeoutError):
-            closed = asyncio.gather(*(link.closed() for link in links), return_exceptions=True)
-            await asyncio.wait_for(closed, self._deadlines.grace_s)
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=self._deadlines.grace_s)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+        task, link = asyncio.current_task(), Link(reader, writer)
+        self._serving.add(task)
         rank = await self._identify(link)
-        if rank is None:
-            link.close()
-            return
+        if rank is not None:
+            await self._hear(rank, link)
+        link.close()
+        await link.closed()
+        self._serving.discard(task)
+
+    async def _hear(self, rank: int, link: Link) -> None:
+        """Hear what a rank says until its connection ends."""
         link.keep_alive()
         self._links[rank] = link
         if self._verdict is not None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from lightning_gpipe.failure.forks import keep_from_children
@@ -58,4 +59,5 @@ class Link:
 
     async def closed(self) -> None:
         """Wait until it is closed."""
-        await self._writer.wait_closed()
+        with suppress(OSError):  # however it came to its end
+            await self._writer.wait_closed()

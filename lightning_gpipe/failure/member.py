@@ -96,4 +96,4 @@ class Member:
         if self._link is not None:
             self._link.send("bye")
             self._link.close()
-            await asyncio.wait([asyncio.ensure_future(self._link.closed())], timeout=1.0)
+            await self._link.closed()

@@ -57,8 +57,10 @@ class Failure:
     @property
     def line(self) -> str:
         """The failure in one line."""
-        first, _, rest = str(self).partition("\n")
-        return f"{first[:_LINE]} …" if rest or len(first) > _LINE else first
+        lines = str(self).strip().splitlines()
+        # an error of another process, such as a loader's worker, ends with what it is
+        text = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
+        return f"{text[:_LINE]} …" if len(text) > _LINE else text
 
     def __str__(self) -> str:
         if self.rank == NO_RANK:

@@ -12,6 +12,8 @@ from types import TracebackType
 from lightning_gpipe.failure.frames import is_users
 from lightning_gpipe.failure.reason import Failure
 
+_FAILURE = "_lightning_gpipe_failure"  # where an exception keeps what the run failed of
+
 
 def say(text: str) -> None:
     """Print, unless the terminal is gone or doesn't read."""
@@ -58,32 +60,31 @@ class LastWord:
     error when the others are silent.
 
     Args:
-        error: The exception that ends the run here; others are printed as ever.
         failure: The first failure of the run.
         rank: This process.
         wait: Waits, not for long, until the processes that this one started have ended.
     """
 
-    def __init__(
-        self, error: BaseException, failure: Failure, rank: int, wait: Callable[[], None]
-    ) -> None:
-        self._error, self._failure, self._rank, self._wait = error, failure, rank, wait
+    def __init__(self, failure: Failure, rank: int, wait: Callable[[], None]) -> None:
+        self._failure, self._rank, self._wait = failure, rank, wait
         self._before = sys.excepthook
 
     @classmethod
     def install(
         cls, error: BaseException, failure: Failure, rank: int, wait: Callable[[], None]
     ) -> None:
-        """Let it print this process's last exception."""
+        """Let it print the exception that ends the run here; others are printed as ever."""
         if isinstance(sys.excepthook, LastWord):
             sys.excepthook = sys.excepthook._before
-        sys.excepthook = cls(error, failure, rank, wait)
+        sys.excepthook = cls(failure, rank, wait)
+        # no reference to the error: its frames hold process groups, for which others wait
+        vars(error)[_FAILURE] = failure
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """See ``sys.excepthook``."""
-        if error is not self._error:
+        if vars(error).get(_FAILURE) is not self._failure:
             self._before(kind, error, trace)
             return
         if self._failure.rank == self._rank:

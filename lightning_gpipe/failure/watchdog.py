@@ -126,17 +126,14 @@ class Watchdog:
         if not self._thread.is_alive():
             self._loop.close()
         if self.failure is not None:  # what is left of the process groups may block the exit
-            threading.Thread(target=self._bound_exit, name="gpipe-exit", daemon=True).start()
+            threading.Thread(
+                target=_bound_exit, args=(self._deadlines.exit_s,), name="gpipe-exit", daemon=True
+            ).start()
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
         if self._loop.is_closed():
             coroutine.close()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _bound_exit(self) -> None:
-        threading.main_thread().join()
-        time.sleep(self._deadlines.exit_s)
-        os._exit(1)
 
     # ------------------------------------------------------------------ the thread
 
@@ -150,11 +147,12 @@ class Watchdog:
         await self._closing.wait()
         if self._exit is not None:
             self._exit.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._member.close()
         if hub is not None:
             await hub.close()
-        for task in tasks:
-            task.cancel()
 
     async def _watch_main_thread(self) -> None:
         """Tell rank 0 when the main thread does nothing but wait, and when it goes on."""
@@ -202,6 +200,12 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         say(f"[rank {self._rank}] {text}")
+
+
+def _bound_exit(seconds: float) -> None:
+    threading.main_thread().join()
+    time.sleep(seconds)
+    os._exit(1)
 
 
 def _listen(host: str, world_size: int) -> socket.socket:

@@ -243,7 +243,8 @@ class GPipeStrategy(ProcessesStrategy):
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         if not self._can_gather:
-            saving.warn_of_loss(filepath)
+            if not self._has_saved:
+                saving.warn_of_loss(filepath)
             return
         how = saving.record(self.chunks, self.stages, self.replicas, self.partition)
         checkpoint[saving.RECORD] = how

@@ -110,13 +110,17 @@ class ProcessesStrategy(PlacedStrategy):
             materialize(self._module)  # what an earlier run left on meta can't be copied
 
     def _take_signals(self) -> None:
-        self._connected.take_signals()
+        self._connected.take_signals(self._callbacks)
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _take_signals
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._connected.requeue_if_asked()
+        self._connected.heed_signals(self._module.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self._connected.heed_signals(self._module.trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -134,9 +138,9 @@ class ProcessesStrategy(PlacedStrategy):
 
     def finish(self) -> None:
         """Wait until all ranks are through with a run and its hooks. Collective over the world."""
-        left, self._left = self._left, None
-        if left is not None:
-            left.finish()
+        if self._left is not None:
+            self._left.finish()
+            self._left = None
 
     @property
     def failure(self) -> Failure | None:
@@ -150,6 +154,12 @@ class ProcessesStrategy(PlacedStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _has_saved(self) -> bool:
+        """Whether the run was interrupted after all ranks had saved."""
+        watched = self._world or self._left
+        return watched is not None and watched.has_saved
 
     @property
     def _can_gather(self) -> bool:
@@ -203,15 +213,16 @@ class ProcessesStrategy(PlacedStrategy):
     @override
     def teardown(self) -> None:
         connected, self._world = self._world, None
-        self._left = connected or self._left
+        left = connected or self._left
+        self._left = left if not self.is_interrupted else None
         with ExitStack() as undo:  # all of it, whatever fails
             for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
                 if part is not None:
                     undo.callback(part.teardown)
             undo.callback(self.checkpoint_io.teardown)
             callbacks.forget_reports(self._callbacks)
-            if connected is not None:
-                connected.close()
+            if left is not None and (left is connected or self.is_interrupted):
+                left.close()
 
     @property
     def _connected(self) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ from lightning_gpipe.strategy import _lightning
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LEAVE_S = 10.0
-#: Where the processes met before an error, and how often they have met there again.
+#: Where the processes met before an error.
 _met: list[Any] = []
 
 
@@ -37,7 +38,8 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
         os.environ[_GLOO] = interface
     again: dict[str, Any] = {}
     if _met and not dist.is_initialized():
-        again = {"store": PrefixStore(f"again{len(_met)}", _met[-1])}
+        gc.collect()  # the groups of the run that failed, for which others may still wait
+        again = {"store": PrefixStore("again", _met[-1])}
     _lightning.init_distributed(
         environment,
         backend,
@@ -55,7 +57,7 @@ def leave_world() -> None:
     """
     if not dist.is_initialized():
         return
-    _met.append(dist.distributed_c10d._get_default_store())
+    _met[:] = [dist.distributed_c10d._get_default_store()]
     leaving = threading.Thread(target=dist.destroy_process_group, name="gpipe-leave", daemon=True)
     leaving.start()
     leaving.join(_LEAVE_S)  # what is left of it may block

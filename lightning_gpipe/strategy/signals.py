@@ -1,4 +1,4 @@
-"""Signals: SIGTERM ends a run on every rank, and a requeue waits for the end of the step.
+"""Signals: SIGTERM ends a run on all ranks; a requeue, and Ctrl-C to save, wait for a step's end.
 
 Lightning's own handlers wait for other ranks in the middle of a step, where they may wait for this
 one. Lightning puts the user's handlers back after the run.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gpipe.strategy import _lightning
@@ -88,6 +89,66 @@ class Requeue:
         self.is_pending = False
         for handler in self._handlers:
             handler(self._number, None)
+
+
+class SaveOnInterrupt:
+    """Keeps Ctrl-C until all ranks can save, where a callback saves on exceptions.
+
+    The second Ctrl-C ends the run at once, without a checkpoint.
+
+    Args:
+        callbacks: The Trainer's.
+        say: Tells the user what will happen.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], say: Callable[[str], object]) -> None:
+        self.is_pending = False
+        self.has_saved = False
+        self._say = say
+        self._process = os.getpid()
+        self._savers = [callback for callback in callbacks if _saves_on_exception(callback)]
+        self._before: Any = signal.SIG_DFL
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is anything to save; the same on every rank."""
+        return bool(self._savers)
+
+    def install(self) -> None:
+        """Take the place of the handler, which Lightning puts back after the run."""
+        is_main = threading.current_thread() is threading.main_thread()
+        current = signal.getsignal(signal.SIGINT)
+        if self._savers and is_main and callable(current) and current != self:
+            self._before = current
+            signal.signal(signal.SIGINT, self)
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Note the first, and let the second through."""
+        if self.is_pending or os.getpid() != self._process:
+            signal.signal(signal.SIGINT, self._before)
+            self._before(number, frame)
+            return
+        self.is_pending = True
+        self._say("Ctrl-C: the run saves after this step, and ends. Press it again to end at once.")
+
+    def run(self, trainer: Any) -> None:
+        """Save as the callbacks do on an exception, and end the run. Collective over the world.
+
+        Raises:
+            KeyboardInterrupt: Always.
+        """
+        signal.signal(signal.SIGINT, self._before)
+        error = KeyboardInterrupt()
+        for callback in self._savers:
+            callback.on_exception(trainer, trainer.lightning_module, error)
+        self.has_saved = True
+        raise error
+
+
+def _saves_on_exception(callback: Any) -> bool:
+    return isinstance(callback, OnExceptionCheckpoint) or (
+        isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+    )
 
 
 def _handlers_of_lightning(number: signal.Signals) -> list[Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.launcher import expecting_all, wait_for_children
 from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
-from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue
+from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue, SaveOnInterrupt
 
 _T = TypeVar("_T")
 
@@ -154,6 +155,7 @@ class World:
         environment, self._requeue = connection.environment, None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
+        self._on_interrupt: SaveOnInterrupt | None = None
 
     @property
     def rank(self) -> int:
@@ -207,22 +209,46 @@ class World:
         wait = partial(wait_for_children, self._connection.deadlines.grace_s)
         LastWord.install(error, failure, self.rank, wait)
 
-    def take_signals(self) -> None:
+    @property
+    def has_saved(self) -> bool:
+        """Whether the run ends by Ctrl-C, and all ranks have saved before."""
+        return self._on_interrupt is not None and self._on_interrupt.has_saved
+
+    def take_signals(self, callbacks: Iterable[Any]) -> None:
         """Take the place of Lightning's handlers, which it has just installed.
 
         One process has nobody who waits for it: Lightning's own do then.
+
+        Args:
+            callbacks: The Trainer's.
         """
         if self._layout.world_size == 1:
             return
         self._on_sigterm.install()
         if self._requeue is not None:
             self._requeue.install()
+        if self._on_interrupt is None:
+            self._on_interrupt = SaveOnInterrupt(callbacks, rank_zero_info)
+        self._on_interrupt.install()
 
-    def requeue_if_asked(self) -> None:
-        """Save and requeue, if SLURM has announced the end to any rank. Collective."""
-        requeue, device = self._requeue, self._connection.device
-        if requeue is not None and agree(requeue.is_pending, device, all_of_them=False):
+    def heed_signals(self, trainer: Any) -> None:
+        """Do between two steps what a signal to any rank asks for. Collective.
+
+        If SLURM has announced the end: save and requeue. On Ctrl-C: save and end, where a callback
+        saves on exceptions.
+
+        Raises:
+            KeyboardInterrupt: In the latter case.
+        """
+        requeue, interrupt = self._requeue, self._on_interrupt
+        if requeue is not None and self.groups.any_of_all(requeue.is_pending):
             requeue.run()
+        if (
+            interrupt is not None
+            and interrupt.is_wanted
+            and self.groups.any_of_all(interrupt.is_pending)
+        ):
+            interrupt.run(trainer)
 
     def _watch(self) -> Watchdog:
         layout, connection = self._layout, self._connection
@@ -241,6 +267,7 @@ class World:
         if self._watchdog is not None:
             self._watchdog.close()
             if self._watchdog.failure is not None:
+                self._abortable.clear()  # who waits for this rank hears of it when groups are gone
                 leave_world()
             self._watchdog = None
 
