@@ -254,7 +254,8 @@ def _call(function: Callable[..., Any], args: Any, world: _World) -> _Answer:
 
 
 def _become(rank: int, world_size: int) -> None:
-    """Look like a process of a cluster."""
+    """Look like a process of a cluster, and end with the tests, whatever this one waits for."""
+    threading.Thread(target=_end_with_tests, name="tests-ended", daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(
         LOCAL_RANK=str(rank),
@@ -263,6 +264,13 @@ def _become(rank: int, world_size: int) -> None:
         MASTER_ADDR=HOST,
         OMP_NUM_THREADS="1",
     )
+
+
+def _end_with_tests() -> None:
+    tests = multiprocessing.parent_process()
+    if tests is not None:
+        tests.join()
+        os._exit(1)
 
 
 def _enter(world: _World, rank: int, world_size: int) -> None:
