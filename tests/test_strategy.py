@@ -321,7 +321,7 @@ def test_a_script_through_lightnings_launcher(tmp_path: Path) -> None:
     assert done.returncode == 0, screen
     for rank in range(3):
         assert f"rank {rank} ends" in screen
-    assert screen.count("GPipe: 6 layers of 'backbone' on 3 stages, 12 micro-batches") == 1
+    assert screen.count("GPipe: 6 layers of 'backbone' on 3 stages, 8 micro-batches") == 1
     assert "40.0% of the parameters are outside the backbone" in screen
     assert screen.count("Every stage holds") == 0, "warnings are off in this script"
     assert "nn.Sequential" not in screen

@@ -53,6 +53,11 @@ class PipelinedModule:
         """Which layers each stage has; None until the module is cut."""
         return self._state.partition if isinstance(self._state, Pipeline) else None
 
+    @property
+    def chunks(self) -> int:
+        """M, which may depend on the first batch."""
+        return self._state.surroundings.chunks
+
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
         body = self._state.body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
+from lightning_gpipe.plan.chunks import decide_chunks, micro_batches
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
 from lightning_gpipe.state.gather import (
@@ -133,13 +134,8 @@ class Uncut:
             around, groups = self.surroundings, self.surroundings.groups
             for layer in self.layers:
                 self.redirections.remove(layer)
-            partition = groups.decide(
-                "partition",
-                lambda: decide_partition(
-                    self.layers, run_layer, groups.stages, around.settings, sample, around.warn
-                ),
-            )
-            self._tell(partition)
+            partition, chunks = groups.decide("partition", lambda: self._decide(sample, run_layer))
+            self._tell(partition, micro_batches(chunks, sample), at_most=sample is None)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)
             tensors = StageTensors(placement, groups.pipeline, groups.device)
             tensors.cut()
@@ -149,12 +145,24 @@ class Uncut:
             for layer in self.layers:
                 if layer not in own.values():
                     self.redirections.add(layer, not_alone)
-            return self._assembled(partition, tensors, own)
+            return self._assembled(replace(around, chunks=chunks), partition, tensors, own)
+
+    def _decide(self, sample: Any, run_layer: RunLayer) -> tuple[Partition, int]:
+        """Choose the layers of each stage, and M."""
+        around = self.surroundings
+        settings, stages = around.settings, around.groups.stages
+        partition = decide_partition(self.layers, run_layer, stages, settings, sample, around.warn)
+        chunks = decide_chunks(around.chunks, settings, self.body, sample, around.warn)
+        return partition, chunks
 
     def _assembled(
-        self, partition: Partition, tensors: StageTensors, own: dict[int, nn.Module]
+        self,
+        around: Surroundings,
+        partition: Partition,
+        tensors: StageTensors,
+        own: dict[int, nn.Module],
     ) -> Pipeline:
-        around, groups, placement = self.surroundings, self.surroundings.groups, tensors.placement
+        groups, placement = around.groups, tensors.placement
         settings, options = around.settings, around.data_parallel
         deferred = settings.deferred_batch_norm
         stage = Stage(own, groups.device, deferred, groups.siblings)
@@ -181,7 +189,7 @@ class Uncut:
             tuple(hooks),
         )
 
-    def _tell(self, partition: Partition) -> None:
+    def _tell(self, partition: Partition, chunks: int, at_most: bool) -> None:
         """Print the partition, and warn of what may surprise."""
         around, groups = self.surroundings, self.surroundings.groups
         outside = outside_share(self.module, self.body)
@@ -190,10 +198,11 @@ class Uncut:
             self.backbone,
             self.layers,
             around.devices,
-            around.chunks,
+            chunks,
             around.settings.checkpoint,
             outside,
             groups.replicas,
+            at_most,
         )
         around.inform(f"\n{table}")  # a progress bar may stand on the line
         for name, module in self.body.named_modules():

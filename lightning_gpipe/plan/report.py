@@ -25,6 +25,7 @@ def partition_table(
     checkpoint: Checkpoint,
     outside: float,
     replicas: int,
+    at_most: bool = False,
 ) -> str:
     """The partition as a table, one row a stage, and what to expect of it.
 
@@ -37,6 +38,7 @@ def partition_table(
         checkpoint: Which micro-batches are re-materialized.
         outside: Share of the module's parameters outside the backbone, 0 to 1.
         replicas: D.
+        at_most: Whether there may be fewer micro-batches, because no batch was seen yet.
     """
     header = ("Stage", "Device", "Layers", "Parameters", f"Share of {partition.unit}")
     rows = []
@@ -60,7 +62,7 @@ def partition_table(
         [
             f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)}"
             f"{f' x {replicas} replicas' * (replicas > 1)},"
-            f" {chunks} micro-batches, checkpoint={checkpoint}",
+            f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={checkpoint}",
             lines[0],
             rule,
             *lines[1:],

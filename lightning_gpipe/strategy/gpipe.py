@@ -125,7 +125,13 @@ class GPipeStrategy(ProcessesStrategy):
         )
         self._logged = LoggedSettings()
         self._partition: Partition | None = None
+        self._chunks: int | None = None
         self._run: Run | None = None  # from setup to teardown
+
+    @property
+    @override
+    def chunks(self) -> int:
+        return self._chunks or super().chunks if self._run is None else self._run.pipeline.chunks
 
     @property
     def partition(self) -> Partition | None:
@@ -141,7 +147,7 @@ class GPipeStrategy(ProcessesStrategy):
             trainer,
             self._connected,
             self._settings,
-            self.chunks,
+            super().chunks,
             self._options,
             [self._device_of(rank) for rank in self._connected.groups.ranks],
             self._layer_sync,
@@ -158,7 +164,7 @@ class GPipeStrategy(ProcessesStrategy):
         run, self._run = self._run, None
         try:
             if run is not None:
-                self._partition = run.pipeline.partition
+                self._partition, self._chunks = run.pipeline.partition, run.pipeline.chunks
                 run.close()
         finally:
             super().teardown()

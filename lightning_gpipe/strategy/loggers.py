@@ -6,14 +6,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 
 class LoggedSettings:
-    """The pipeline's settings, logged beside the user's hyperparameters, once in each logger."""
+    """The pipeline's settings, told once: in each logger, beside hyperparameters, and on screen."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Logger, dict[str, Any]]] = []
+        self._printed: set[str] = set()
+
+    def print(self, text: str) -> None:
+        """Print a text on rank 0, unless an earlier run has printed the same."""
+        if text not in self._printed:
+            self._printed.add(text)
+            rank_zero_info(text)
 
     def tell(self, loggers: Iterable[Logger], settings: dict[str, Any]) -> None:
         """Log settings, unless a logger knows them already, from a fit before a test for instance.

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,7 +69,7 @@ class Run:
         logged: LoggedSettings,
     ) -> None:
         self._trainer, self._world = trainer, world
-        self._settings, self._chunks, self._logged = settings, chunks, logged
+        self._settings, self._logged = settings, logged
         self._evaluations = 0
         self._accumulating = False
         self._is_steered = False
@@ -88,7 +88,7 @@ class Run:
                 devices=[str(device) for device in devices],
                 optimizers=self._optimizers if fitting else list,
                 on_cut=self._cut,
-                inform=rank_zero_info,
+                inform=logged.print,
                 warn=rank_zero_warn,
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
@@ -160,7 +160,7 @@ class Run:
             average.cut(partition)
         groups, trainer = self._world.groups, self._trainer
         if self._world.rank == 0 and trainer.enable_autolog_hparams:
-            how = saving.record(self._chunks, groups.stages, groups.replicas, partition)
+            how = saving.record(self.pipeline.chunks, groups.stages, groups.replicas, partition)
             chosen = {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
             self._logged.tell(trainer.loggers, {**how, **chosen})
 

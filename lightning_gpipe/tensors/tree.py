@@ -50,10 +50,18 @@ class Tree:
             what: What the value is, for the error.
 
         Raises:
-            TypeError: If a leaf is something else, whose tensors could not be found.
+            TypeError: If a leaf is something else, whose tensors could not be found, or a tensor
+                without strides.
         """
         leaves, spec = tree_flatten(value)
         for leaf in leaves:
+            if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+                kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+                raise TypeError(
+                    f"{what} holds a {kind} tensor, which can't be split or sent: give a dense one"
+                    " (x.to_dense(), or x.to_padded_tensor(0.0) and lengths), and convert it in a"
+                    " layer."
+                )
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise TypeError(
                     f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't"

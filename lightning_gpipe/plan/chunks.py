@@ -1,0 +1,59 @@
+"""How many micro-batches: M, chosen with the batch in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.tensors.microbatch import batch_leaf
+from lightning_gpipe.tensors.tree import Tree
+
+#: Samples of a micro-batch below which the statistics of batch norm are mostly noise.
+FEW_SAMPLES = 4
+
+
+def decide_chunks(
+    chunks: int, settings: Settings, body: nn.Module, sample: Any, warn: Callable[[str], object]
+) -> int:
+    """Choose M for the batch that the backbone is called with first.
+
+    Args:
+        chunks: M as the user chose it, or 4 x stages.
+        settings: What the user chose.
+        body: The backbone.
+        sample: Its input; None if it isn't known yet.
+        warn: Called with a text where batch norm sees few samples.
+
+    Returns:
+        What the user chose. Where that is ``"auto"`` at most as many as there are samples, and
+        such that batch norm sees at least :data:`FEW_SAMPLES` at once, if there are as many.
+    """
+    tree = Tree.of(sample, "The backbone's input")
+    first = batch_leaf(tree)
+    if first is None:
+        return chunks
+    samples = max(1, tree.leaves[first].shape[0])
+    norms = [m for m in body.modules() if isinstance(m, _BatchNorm)]
+    if settings.chunks == "auto":
+        chunks = min(chunks, samples)
+        if norms:  # in evaluation, too, so that a validation runs as the training
+            chunks = min(chunks, max(1, samples // FEW_SAMPLES))
+    in_each = samples // min(chunks, samples)
+    if any(m.training for m in norms) and in_each < min(FEW_SAMPLES, samples):
+        warn(
+            f"A batch of {samples} samples in {min(chunks, samples)} micro-batches leaves batch"
+            f" norm {in_each} at once, and it normalises by these: choose"
+            f" chunks={max(1, samples // FEW_SAMPLES)} or a larger batch, or chunks='auto'."
+        )
+    return chunks
+
+
+def micro_batches(chunks: int, sample: Any) -> int:
+    """How many micro-batches there are of an input: no more than it has samples."""
+    tree = Tree.of(sample, "The backbone's input")
+    first = batch_leaf(tree)
+    return chunks if first is None else max(1, min(chunks, tree.leaves[first].shape[0]))
