@@ -47,7 +47,7 @@ class GPipeStrategy(ProcessesStrategy):
 
     Args:
         chunks: M, the number of micro-batches of a mini-batch. ``"auto"``: 4 x stages, which keeps
-            the bubble small.
+            the bubble small, but no more than leave batch norm 4 samples at once.
         stages: K, the number of stages. ``"auto"``: the processes of one node.
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
@@ -158,6 +158,14 @@ class GPipeStrategy(ProcessesStrategy):
             self.setup_optimizers(trainer)
             self._run.adopt_optimizers(self.optimizers)
         self.setup_precision_plugin()
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.stages > 1:
+            closure = refusals.called_once(closure, optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def teardown(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import inspect
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -160,18 +161,55 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if name in _WHOLE_MODEL_OPTIMIZERS:
-            raise ValueError(
-                f"{name} needs all parameters of the model in one process, and GPipeStrategy"
-                " spreads them over stages: use an optimizer that works parameter by parameter,"
-                " such as SGD or AdamW."
-            )
+        if _needs_whole_model(optimizer):
+            raise ValueError(_whole_model(name))
         if any(group.get("max_grad_norm") for group in optimizer.param_groups):
             raise ValueError(
                 f"{name}(max_grad_norm=...) clips by the norm of the gradients that it sees, which"
                 " are those of one stage: give it max_grad_norm=None, and the Trainer"
                 " gradient_clip_val=..., which is right over all stages."
             )
+
+
+def _needs_whole_model(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is of a known kind, by any class that it inherits, or steps as they do.
+
+    LBFGS and its like can't do without a closure; implementations of SAM step in two parts.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if kinds & _WHOLE_MODEL_OPTIMIZERS or hasattr(optimizer, "second_step"):
+        return True
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _whole_model(name: str) -> str:
+    return (
+        f"{name} needs all parameters of the model in one process, and GPipeStrategy spreads them"
+        " over stages: use an optimizer that works parameter by parameter, such as SGD or AdamW."
+    )
+
+
+def called_once(closure: Callable[[], Any], optimizer: object) -> Callable[[], Any]:
+    """A closure that may be called once in a step of an optimizer.
+
+    What calls it again has moved the weights by a norm or a search over all of them, of which a
+    stage has a part: SAM under any name.
+
+    Raises:
+        RuntimeError: At the second call, with what to do instead.
+    """
+    calls = 0
+
+    def once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+            raise RuntimeError(f"A step of {name} computes gradients twice. {_whole_model(name)}")
+        return closure()
+
+    return once
 
 
 def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:
