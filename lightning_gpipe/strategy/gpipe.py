@@ -125,13 +125,7 @@ class GPipeStrategy(ProcessesStrategy):
         )
         self._logged = LoggedSettings()
         self._partition: Partition | None = None
-        self._chunks: int | None = None
         self._run: Run | None = None  # from setup to teardown
-
-    @property
-    @override
-    def chunks(self) -> int:
-        return self._chunks or super().chunks if self._run is None else self._run.pipeline.chunks
 
     @property
     def partition(self) -> Partition | None:
@@ -147,7 +141,7 @@ class GPipeStrategy(ProcessesStrategy):
             trainer,
             self._connected,
             self._settings,
-            super().chunks,
+            self.chunks,
             self._options,
             [self._device_of(rank) for rank in self._connected.groups.ranks],
             self._layer_sync,
@@ -160,19 +154,11 @@ class GPipeStrategy(ProcessesStrategy):
         self.setup_precision_plugin()
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        if self.stages > 1:
-            closure = refusals.called_once(closure, optimizer)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
     def teardown(self) -> None:
         run, self._run = self._run, None
         try:
             if run is not None:
-                self._partition, self._chunks = run.pipeline.partition, run.pipeline.chunks
+                self._partition = run.pipeline.partition
                 run.close()
         finally:
             super().teardown()

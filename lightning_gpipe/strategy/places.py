@@ -32,6 +32,7 @@ class PlacedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._settings = settings
         self._has_warned = False
+        self._settled_chunks: int | None = None
 
     def __repr__(self) -> str:
         chosen = (
@@ -67,8 +68,14 @@ class PlacedStrategy(ParallelStrategy):
 
     @property
     def chunks(self) -> int:
-        """M, the number of micro-batches that a mini-batch is split into."""
+        """M, the number of micro-batches; what is chosen for the first batch holds from then on."""
+        if self._settled_chunks is not None:
+            return self._settled_chunks
         return 4 * self.stages if self._settings.chunks == "auto" else self._settings.chunks
+
+    def settle_chunks(self, chunks: int) -> None:
+        """Tell which M is used."""
+        self._settled_chunks = chunks
 
     @property
     def replicas(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.failure.deadlines import Deadlines
@@ -194,6 +195,14 @@ class ProcessesStrategy(PlacedStrategy):
         if self.replicas == 1:
             return None
         return self._world.groups.siblings.data if self._world is not None else dist.group.WORLD
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.stages > 1:
+            closure = refusals.called_once(closure, optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: Any) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -36,6 +36,7 @@ from lightning_gpipe.strategy import (
 )
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
+from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import World
 from lightning_gpipe.tensors.random_state import RandomState
 
@@ -68,10 +69,8 @@ class Run:
         layer_sync: Any,
         logged: LoggedSettings,
     ) -> None:
-        self._trainer, self._world = trainer, world
-        self._settings, self._logged = settings, logged
-        self._evaluations = 0
-        self._accumulating = False
+        self._trainer, self._world, self._settings = trainer, world, settings
+        self._logged, self._evaluations, self._accumulating = logged, 0, False
         self._is_steered = False
         self._averages: list[AveragedCopy] = []
         self._is_set_up = False
@@ -159,10 +158,11 @@ class Run:
         for average in self._averages:
             average.cut(partition)
         groups, trainer = self._world.groups, self._trainer
+        cast(PlacedStrategy, trainer.strategy).settle_chunks(self.pipeline.chunks)
         if self._world.rank == 0 and trainer.enable_autolog_hparams:
             how = saving.record(self.pipeline.chunks, groups.stages, groups.replicas, partition)
-            chosen = {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
-            self._logged.tell(trainer.loggers, {**how, **chosen})
+            how |= {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
+            self._logged.tell(trainer.loggers, how)
 
     # ------------------------------------------------------------------ steps
 
