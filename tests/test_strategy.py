@@ -230,12 +230,13 @@ def chosen(kind: type[models.Module], stages: int, arguments: dict[str, Any]) ->
 
     class Watch(L.Callback):
         def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
+            here = {n: p for n, p in module.named_parameters() if not p.is_meta}
             seen.update(
                 sizes=run.strategy.partition.sizes,
                 unit=run.strategy.partition.unit,
-                own=sum(p.numel() for p in module.parameters() if not p.is_meta),
+                own=sum(p.numel() for p in here.values()),
                 state=sum(len(s) for s in run.optimizers[0].state.values()),
-                grads=[n for n, p in module.named_parameters() if p.grad is not None],
+                grads=[n for n, p in here.items() if p.grad is not None],
             )
 
     strategy = GPipeStrategy(2, **arguments)
