@@ -128,7 +128,7 @@ class Groups:
 
     def any_of_all(self, decision: bool) -> bool:
         """Whether any rank has decided so, told through the host. Collective over all pipelines."""
-        votes = torch.tensor(int(decision))
+        votes = torch.tensor(int(decision), device="cpu")
         for channel in (self.pipeline, self.siblings):
             if channel.groups is not None:
                 dist.all_reduce(votes, dist.ReduceOp.MAX, channel.groups[0])

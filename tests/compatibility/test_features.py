@@ -286,7 +286,9 @@ def watched(folder: Path) -> None:
     _, history = wandb_file.read(run)
     names = {name.split("/")[1] for row in history for name in row if name.startswith("gradients")}
     layers = {
-        f"{layer}.{kind}" for layer in ("before", "backbone.0", "backbone.2") for kind in KINDS
+        f"{layer}.{kind}"
+        for layer in ("before", "backbone.0", "backbone.2", "after")
+        for kind in KINDS
     }
     assert names == layers
 
