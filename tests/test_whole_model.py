@@ -203,7 +203,7 @@ def expected(kind: type[models.Module], options: dict[str, Any]) -> tuple[Any, A
     torch.manual_seed(0)
     module = kind("sgd")
     state = copy.deepcopy(module.state_dict())
-    return state, train(module, max_steps=STEPS, devices=1, **options)
+    return state, train(module, devices=1, **{"max_steps": STEPS, **options})
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned.*None")

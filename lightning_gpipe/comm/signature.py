@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.tensors import strides
-from lightning_gpipe.tensors.tree import Tree
+from lightning_gpipe.tensors.tree import Structure, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,14 @@ class Signature:
         leaves: For each leaf its :class:`TensorType`, or its value if it is no tensor.
         tensor_types: The types of the leaves that are tensors.
         requires_grad: For each leaf whether it wants a gradient.
+        in_common: Leaves that share memory on the sender; see :class:`Tree`.
     """
 
-    spec: Any
+    spec: Structure
     leaves: tuple[Any, ...]
     tensor_types: tuple[TensorType, ...]
     requires_grad: tuple[bool, ...]
+    in_common: tuple[int, ...]
 
     @classmethod
     def of(cls, tree: Tree, requires_grad: Sequence[bool]) -> Signature:
@@ -75,7 +77,7 @@ class Signature:
             for leaf, wants in zip(tree.leaves, requires_grad, strict=True)
         )
         types = tuple(leaf for leaf in leaves if isinstance(leaf, TensorType))
-        return cls(tree.spec, leaves, types, tuple(requires_grad))
+        return cls(tree.spec, leaves, types, tuple(requires_grad), tree.in_common)
 
     def matches(self, tree: Tree, requires_grad: Sequence[bool]) -> bool:
         """Whether a boundary has this signature; ``1`` and ``True`` are not the same."""
@@ -88,6 +90,7 @@ class Signature:
                 for kind, leaf, wants in zip(self.leaves, tree.leaves, requires_grad, strict=True)
             )
             and tree.spec == self.spec
+            and tree.in_common == self.in_common
         )
 
     def fill(self, tensors: Iterable[Tensor]) -> Tree:
@@ -96,4 +99,5 @@ class Signature:
         return Tree(
             [next(values) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves],
             self.spec,
+            self.in_common,
         )

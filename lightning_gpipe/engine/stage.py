@@ -171,7 +171,10 @@ class Stage:
                 self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph)
             )
             stack.enter_context(self._batch_norm.micro_batch(recompute=False))
+            before = _marks(entered)
             outputs = self._run(m, entered, call)
+            if _marks(entered) != before:
+                raise RuntimeError(_CHANGED_IN_COMMON)
         record.output_requires_grad = [
             isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
             for t in outputs.leaves
@@ -296,6 +299,13 @@ class Stage:
             module.training = training
 
 
+_CHANGED_IN_COMMON = (
+    "A layer changed a tensor in place that shares memory with another one beside it, such as a"
+    " view of it. Between stages they are sent by themselves, so the other one would not change"
+    " with it. Change a clone."
+)
+
+
 class _Entry(torch.autograd.Function):
     """Copies a micro-batch's input, and catches its gradient as autograd made it.
 
@@ -340,6 +350,12 @@ def _copied_leaf(leaf: Any) -> Any:
 def _versions(tree: Tree) -> list[int]:
     """Counters that move when the tensors are changed in place."""
     return [0 if t.is_inference() else t._version for t in tree.tensors()]
+
+
+def _marks(inputs: Tree) -> list[Any]:
+    """What tells that a leaf was changed in place that shares memory with another, elsewhere."""
+    leaves = [inputs.leaves[i] for i in inputs.in_common]
+    return [leaf.tolist() if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def _roots(outputs: Tree) -> list[GradientEdge]:

@@ -30,16 +30,33 @@ CONSTANTS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Structure:
+    """What stands around the leaves of a tree; compares by value.
+
+    Args:
+        spec: The pytree's.
+        places: For each leaf of the pytree its number in the tree; None: they are the same leaves.
+    """
+
+    spec: TreeSpec
+    places: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """A flattened pytree.
 
     Args:
-        leaves: Tensors and constants, in the registry's order.
+        leaves: Tensors and constants, in the registry's order; a tensor that stands in several
+            places once, so that it is one tensor again on another stage.
         spec: The structure around them; compares by value.
+        in_common: Leaves that share memory with others without being the same tensor: a change of
+            one would change the others, but not of their copies.
     """
 
     leaves: list[Leaf]
-    spec: TreeSpec
+    spec: Structure
+    in_common: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, value: Any, what: str) -> Tree:
@@ -69,15 +86,18 @@ class Tree:
                     " dicts, named tuples or classes registered with PyTorch's pytree registry"
                     " (torch.utils._pytree.register_dataclass)."
                 )
-        return cls(leaves, spec)
+        single, places = _each_once(leaves)
+        return cls(single, Structure(spec, places), _in_common_memory(single))
 
     def value(self) -> Any:
         """The pytree again."""
-        return tree_unflatten(self.leaves, self.spec)
+        places = self.spec.places
+        leaves = self.leaves if places is None else [self.leaves[i] for i in places]
+        return tree_unflatten(leaves, self.spec.spec)
 
     def with_leaves(self, leaves: list[Leaf]) -> Tree:
         """The same structure around other leaves."""
-        return Tree(leaves, self.spec)
+        return Tree(leaves, self.spec, self.in_common)
 
     def detached(self) -> Tree:
         """The same values without their graphs."""
@@ -86,3 +106,44 @@ class Tree:
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def _each_once(leaves: list[Leaf]) -> tuple[list[Leaf], tuple[int, ...] | None]:
+    """The leaves, each tensor once, and where they stand; None: no tensor stands twice."""
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(set(tensors)) == len(tensors):
+        return leaves, None
+    single: list[Leaf] = []
+    known: dict[int, int] = {}
+    places = []
+    for leaf in leaves:
+        place = known.get(id(leaf), len(single))
+        if place == len(single):
+            single.append(leaf)
+            if isinstance(leaf, Tensor):
+                known[id(leaf)] = place
+        places.append(place)
+    return single, tuple(places)
+
+
+def _in_common_memory(leaves: list[Leaf]) -> tuple[int, ...]:
+    """The tensors whose stretches of memory overlap; their entries may lie between each other's."""
+    tensors = [(i, t) for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.numel()]
+    if len(tensors) < 2:
+        return ()
+    stretches = sorted(_stretch(t) + (i,) for i, t in tensors if not t.is_meta)
+    found: set[int] = set()
+    reach: tuple[int, int] = (0, -1)  # the end of the stretch that goes furthest so far, and whose
+    for start, end, i in stretches:
+        if start < reach[0]:
+            found |= {i, reach[1]}
+        reach = max(reach, (end, i))
+    return tuple(sorted(found))
+
+
+def _stretch(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to behind its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
