@@ -130,7 +130,7 @@ def test_one_tensor_in_two_places(kind: type[models.Module], stages: int) -> Non
 
 @pytest.mark.parametrize("kind", [Overlapping, OverlappingInValidation])
 def test_a_change_that_a_view_would_see_is_refused(kind: type[models.Module]) -> None:
-    with pytest.raises(RankError, match="changed a tensor in place that shares memory.*a clone"):
+    with pytest.raises(RankError, match=r"changed a tensor in place that shares memory.*a clone"):
         run_ranks(weights, 3, kind, kind("sgd").state_dict())
 
 

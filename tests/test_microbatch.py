@@ -89,9 +89,9 @@ def test_several_rows_per_sample_are_merged() -> None:
 def test_equal_rows_are_not_mistaken_for_a_whole_tensor() -> None:
     batch = tree(torch.zeros(4))
     split = Split.plan(batch, 2)
-    parts = [tree(torch.ones(6, dtype=torch.bool)) for _ in range(2)]
+    parts = [tree(torch.ones(2, dtype=torch.bool)) for _ in range(2)]
     merged, _ = Merge.merge(parts, split, batch)
-    assert merged.value().shape == (12,)
+    assert merged.value().shape == (4,)
 
 
 class Returns(nn.Module):
@@ -115,9 +115,11 @@ def merged_with_outline(extra: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def test_a_constant_beside_the_batch_comes_out_once() -> None:
-    table = torch.randn(8, 3)
-    assert torch.equal(merged_with_outline(lambda x: table), table)
+    for table in (torch.randn(8, 3), torch.randn(4, 3), torch.tensor(2.0)):
+        assert torch.equal(merged_with_outline(lambda x, t=table: t), table)
+        assert torch.equal(merged_with_outline(lambda x, t=table: (x, t.exp())[1]), table.exp())
     assert merged_with_outline(lambda x: 8) == 8
+    assert merged_with_outline(lambda x: x.new_zeros(())) == 0
 
 
 def test_rows_per_sample_are_merged_though_all_micro_batches_have_one_size() -> None:
@@ -130,6 +132,13 @@ def test_rows_per_sample_are_merged_though_all_micro_batches_have_one_size() -> 
     [
         (lambda x: len(x), "a number that depends on the size of the micro-batch"),
         (lambda x: float(x.numel()), "a number that depends on the size of the micro-batch"),
+        (lambda x: torch.tensor(len(x)), "without dimensions that is computed of a micro-batch"),
+        (lambda x: x.new_tensor(float(len(x))) * 2, "without dimensions that is computed"),
+        (lambda x: torch.ones_like(x).sum(), "without dimensions that is computed"),
+        (lambda x: (x > -1).sum(), "without dimensions that is computed"),
+        (lambda x: torch.empty(()).fill_(len(x)), "without dimensions that is computed"),
+        (lambda x: torch.tensor(1.0 if x[0, 0] > -1 else 0.0), "isn't known whether"),
+        (lambda x: 2.0 if x[0, 0] > -1 else 0.0, "isn't known whether"),
         (lambda x: torch.cat([x, x, x[:1], x[:1], x[:1], x[:1]]), "can't be merged along"),
         (lambda x: x.T @ x, "no batch dimension and differs"),
         (lambda x: x.new_zeros(8, 3) + x[0, 0], "no batch dimension and differs"),

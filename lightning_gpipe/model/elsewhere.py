@@ -226,7 +226,7 @@ def _compute(
     refusal = holder.refusal(f"'{name}'")
     if _RANDOM.search(name):
         raise refusal
-    if _writes(name):
+    if writes(name):
         return _write(func, name, args, kwargs, refusal)
     inputs = [*_tensors((args, tuple(kwargs.values())))]
     theirs = [t for t in inputs if isinstance(t, _Elsewhere)]
@@ -263,7 +263,7 @@ def _steps_optimizers(frame: FrameType | None) -> bool:
     return False
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Whether a function changes its first argument."""
     return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 

@@ -8,17 +8,17 @@ tensor of that many entries or the one of T, not both. Where they take both, nob
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
@@ -100,7 +100,7 @@ class PerSample:
         Returns:
             None if a layer needs values.
         """
-        kinds = [(t.shape[1:], t.dtype) if isinstance(t, Tensor) else t for t in batch.leaves]
+        kinds = [(t.ndim, t.dtype) if isinstance(t, Tensor) else t for t in batch.leaves]
         key = repr((batch.spec, kinds, split.split_leaves))
         if key not in self._outlines:
             if len(self._outlines) >= _REMEMBERED:
@@ -112,24 +112,39 @@ class PerSample:
 
     def _traced(self, batch: Tree, run_layer: RunLayer, split: Split) -> Outline | None:
         fewer, more = _other_numbers(batch, split.sizes[0])
-        outputs = []
-        for samples in (fewer, more):
-            leaves = zip(batch.leaves, split.split_leaves, strict=True)
-            given = [
-                torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
-                if is_split
-                else to_meta_leaf(leaf)
-                for leaf, is_split in leaves
-            ]
-            value = batch.with_leaves(given).value()
-            try:
-                for index, layer in enumerate(self._layers):
-                    value = run_layer_on_meta(layer, run_layer, index, value)
-            except UntraceableLayer:
-                return None
-            outputs.append(Tree.of(value, "The backbone's output"))
-        first, second = outputs
-        return Outline((fewer, more), (first, second)) if first.spec == second.spec else None
+        try:
+            first, second = (
+                self._trace(batch, run_layer, split, samples) for samples in (fewer, more)
+            )
+        except UntraceableLayer:
+            return None
+        if first[0].spec != second[0].spec:
+            return None
+        recipes = zip(first[1], second[1], strict=True)
+        alike = tuple(recipe is not None and recipe == other for recipe, other in recipes)
+        return Outline((fewer, more), (first[0], second[0]), alike)
+
+    def _trace(
+        self, batch: Tree, run_layer: RunLayer, split: Split, samples: int
+    ) -> tuple[Tree, list[int | None]]:
+        """What comes out, and how each tensor is made; None: of values of the batch."""
+        leaves = [
+            torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
+            if is_split
+            else to_meta_leaf(leaf)
+            for leaf, is_split in zip(batch.leaves, split.split_leaves, strict=True)
+        ]
+        value = batch.with_leaves(leaves).value()
+        origins = Origins(itertools.compress(leaves, split.split_leaves))
+        with origins:
+            for index, layer in enumerate(self._layers):
+                value = run_layer_on_meta(layer, run_layer, index, value)
+        output = Tree.of(value, "The backbone's output")
+        tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in output.leaves)
+        return output, [
+            None if leaf is None or origins.is_of_batch(leaf) else origins.recipe(leaf)
+            for leaf in tensors
+        ]
 
     def _roles_of(self, batch: Tree) -> dict[int, bool]:
         """For leaves of inputs like this one, as far as it is known: whether one a sample."""
@@ -225,10 +240,10 @@ class _Trials:
     def _meets_batch(self, whole: Leaves, leaves: Leaves) -> bool:
         """Whether a layer computes something from the batch and one of these leaves."""
         given = self._input(whole, self._others[0])
-        meetings = _Meetings(given.leaves[self._first], [given.leaves[i] for i in leaves])
-        with meetings:
+        origins = Origins([given.leaves[self._first]], [given.leaves[i] for i in leaves])
+        with origins:
             self._run(given)
-        return meetings.met
+        return origins.met
 
     def _input(self, whole: Leaves, samples: int) -> Tree:
         """The input with another number of samples, on the meta device."""
@@ -284,34 +299,6 @@ def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:
 
 #: Layers whose input is [time, batch, width] unless they are built otherwise, or [time, width].
 _SEQUENCE_LAYERS = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
-class _Meetings(TorchFunctionMode):
-    """Sees whether an operation gets what comes of the batch and what comes of other tensors."""
-
-    def __init__(self, batch: Tensor, others: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.met = False
-        self._batch = {id(batch)}
-        self._others = {id(t) for t in others}
-        self._alive: list[Any] = []  # so that no other tensor gets the id of one of them
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        of_batch = any(id(t) in self._batch for t in given)
-        of_others = any(id(t) in self._others for t in given)
-        self.met |= of_batch and of_others
-        # the first argument, too: an assignment to a part of it returns nothing
-        heirs = [*(t for t in tree_leaves(result) if isinstance(t, Tensor)), *given[:1]]
-        self._alive.extend(heirs)
-        if of_batch:
-            self._batch.update(map(id, heirs))
-        if of_others:
-            self._others.update(map(id, heirs))
-        return result
 
 
 def _beside(batch: Tree, first: int) -> list[int]:

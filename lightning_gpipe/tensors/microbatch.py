@@ -141,10 +141,13 @@ class Outline:
     Args:
         sizes: The two numbers of samples.
         outputs: The output for each.
+        alike: For each leaf whether it is a tensor that is computed alike for both, and not of the
+            batch's values.
     """
 
     sizes: tuple[int, int]
     outputs: tuple[Tree, Tree]
+    alike: tuple[bool, ...]
 
     def is_constant(self, i: int) -> bool:
         """Whether a leaf is the same for every size.
@@ -160,6 +163,12 @@ class Outline:
                 f"Leaf {i} of the backbone's output is a number that depends on the size of the"
                 f" micro-batch: {first} for {self.sizes[0]} samples, {second} for"
                 f" {self.sizes[1]}. Compute it in the step, from the whole batch."
+            )
+        if first.ndim == 0 and not self.alike[i]:
+            raise ValueError(
+                f"Leaf {i} of the backbone's output is a tensor without dimensions that is computed"
+                " of a micro-batch, or of its size, so it would not be the whole batch's. Return"
+                " values per sample, shape [batch, ...], and reduce them in the step."
             )
         if first.shape == second.shape:
             return True
@@ -233,10 +242,12 @@ class Merge:
             length = _lengths(column, sizes)
             if length and any(_all_equal([tensor, *column]) for tensor in whole):
                 length = None
-            if _is_ambiguous(column, split, batch, length):
+            if _is_ambiguous(column, split, whole, batch, length):
                 known = outline()
-                if known is not None and known.is_constant(i):
-                    length = None
+                if known is not None and known.outputs[0].spec == first.spec:
+                    length = None if known.is_constant(i) else length
+                elif length != sizes and _all_equal(column):
+                    raise _cannot_tell(i, column[0], sizes[0])
             if len(column) == 1:
                 leaves.append(column[0])
             elif length:
@@ -272,17 +283,33 @@ class Merge:
 
 
 def _is_ambiguous(
-    column: Sequence[Leaf], split: Split, batch: Tree, length: tuple[int, ...] | None
+    column: Sequence[Leaf],
+    split: Split,
+    whole: Sequence[Tensor],
+    batch: Tree,
+    length: tuple[int, ...] | None,
 ) -> bool:
     """Whether a leaf may be a constant, or a number that counts the micro-batch, and look alike."""
     if len(column) == 1 or len(set(split.sizes)) > 1:
         return False  # of different sizes the lengths and the numbers tell
     first = column[0]
     if isinstance(first, Tensor):
-        return length is not None and length[0] != split.sizes[0]
+        return length is not None or (
+            first.ndim == 0 and not any(_all_equal([tensor, *column]) for tensor in whole)
+        )
     is_number = isinstance(first, (int, float)) and not isinstance(first, bool)
     return is_number and not any(
         type(leaf) is type(first) and leaf == first for leaf in batch.leaves
+    )
+
+
+def _cannot_tell(i: int, leaf: Leaf, size: int) -> ValueError:
+    what = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    return ValueError(
+        f"Leaf {i} of the backbone's output, {what}, is the same for all micro-batches of {size}"
+        " samples, and since the layers can't run without data it isn't known whether it would be"
+        " the same for the whole batch. Return values per sample, shape [batch, ...], and compute"
+        " the rest in the step; or use chunks=1."
     )
 
 

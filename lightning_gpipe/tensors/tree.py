@@ -131,9 +131,9 @@ def _in_common_memory(leaves: list[Leaf]) -> tuple[int, ...]:
     tensors = [(i, t) for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.numel()]
     if len(tensors) < 2:
         return ()
-    stretches = sorted(_stretch(t) + (i,) for i, t in tensors if not t.is_meta)
+    stretches = sorted((*_stretch(t), i) for i, t in tensors if not t.is_meta)
     found: set[int] = set()
-    reach: tuple[int, int] = (0, -1)  # the end of the stretch that goes furthest so far, and whose
+    reach = (0, -1)  # where the stretch ends that goes furthest so far, and whose it is
     for start, end, i in stretches:
         if start < reach[0]:
             found |= {i, reach[1]}
