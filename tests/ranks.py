@@ -251,7 +251,6 @@ def _call(function: Callable[..., Any], args: Any, world: _World) -> _Answer:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        gc.collect()  # the groups of a run stand in cycles, and each has threads that wake up
 
 
 def _become(rank: int, world_size: int) -> None:

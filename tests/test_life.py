@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import glob
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -211,3 +214,27 @@ def test_no_file_is_named_that_was_not_saved_after_an_exception(tmp_path: Path) 
     assert named == ""
     assert any("at the exception is not saved, because the run has failed" in t for t in texts)
     assert list(tmp_path.iterdir()) == []
+
+
+def threads_after_runs(stages: int) -> list[int]:
+    """How many threads there are after each of three runs, when no garbage is collected."""
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            devices = dist.get_world_size()
+            strategy = GPipeStrategy(2, stages=stages)
+            trainer(devices=devices, strategy=strategy, max_steps=1).fit(Living())
+            counts.append(len(glob.glob("/proc/self/task/*")))
+    finally:
+        gc.enable()
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_leaves_no_thread(stages: int) -> None:
+    """Those of its process groups would wake up all the time."""
+    for counts in run_ranks(threads_after_runs, 2, stages):
+        assert len(set(counts)) == 1, counts

@@ -125,6 +125,7 @@ class Watchdog:
         self._thread.join(2 * self._deadlines.grace_s)
         if not self._thread.is_alive():
             self._loop.close()
+            del self._abort  # it knows the process groups, and their threads end with the last one
         if self.failure is not None:  # what is left of the process groups may block the exit
             threading.Thread(
                 target=_bound_exit, args=(self._deadlines.exit_s,), name="gpipe-exit", daemon=True

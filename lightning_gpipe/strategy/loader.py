@@ -7,7 +7,7 @@ stages disagree, and a user's mixup on the batch draws the same numbers everywhe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning_gpipe.comm.messages import ObjectChannel, RemoteError
@@ -25,13 +25,18 @@ class PipelineLoader:
 
     Args:
         loader: Any iterable of batches.
-        control: The pipeline's object channel.
+        control: Returns the pipeline's object channel, which a loader that outlives the run must not
+            keep: its process groups have threads.
         replica: This rank's pipeline.
         replicas: D.
     """
 
     def __init__(
-        self, loader: Iterable[Any], control: ObjectChannel, replica: int, replicas: int
+        self,
+        loader: Iterable[Any],
+        control: Callable[[], ObjectChannel],
+        replica: int,
+        replicas: int,
     ) -> None:
         if isinstance(loader, PipelineLoader):  # wrapped for an earlier run
             loader = loader.__dict__["_loader"]
@@ -41,7 +46,7 @@ class PipelineLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate. Collective over the pipeline, and so is every ``next``."""
-        control = self._control
+        control = self._control()
         if control.index == 0:
             yield from self._read(control)
             return

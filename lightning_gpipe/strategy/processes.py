@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
@@ -212,8 +213,11 @@ class ProcessesStrategy(PlacedStrategy):
         if self.stages == 1:
             return dataloader
         return PipelineLoader(
-            dataloader, self._world.groups.pipeline, self._layout.replica, self.replicas
+            dataloader, self._pipeline_channel, self._layout.replica, self.replicas
         )
+
+    def _pipeline_channel(self) -> ObjectChannel:
+        return self._connected.groups.pipeline
 
     @override
     def model_to_device(self) -> None:

@@ -137,6 +137,7 @@ class Run:
     def close(self) -> None:
         """Give the user the whole module back in host memory, on every rank, but after an error."""
         self._undo.close()
+        del self.pipeline  # it knows methods of this object: together they would keep the groups
 
     def can_gather(self) -> bool:
         """Whether the stages that hold parts of the model can be waited for."""
