@@ -31,8 +31,8 @@ class DataParallelOptions:
     Args:
         bucket_cap_mb: Size of a bucket in MiB.
         gradient_as_bucket_view: Whether gradients live in the buckets.
-        broadcast_buffers: Whether every replica takes over the first one's floating-point buffers,
-            such as batch-norm statistics, after each step.
+        broadcast_buffers: Whether every replica takes over the first one's buffers, such as
+            batch-norm statistics.
         comm_hook: Communicates a bucket, ``hook(state, bucket) -> Future``.
         comm_state: Its state; ``None``: the process group of the replicas.
         comm_wrapper: Wraps the hook.

@@ -65,8 +65,8 @@ class GPipeStrategy(ProcessesStrategy):
         bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged over replicas, as
             for ``DistributedDataParallel``, and so the next two.
         gradient_as_bucket_view: Whether gradients live in the buckets.
-        broadcast_buffers: Whether all replicas take over the first one's floating-point buffers,
-            such as batch-norm statistics, after every step.
+        broadcast_buffers: Whether all replicas take over the first one's buffers, such as
+            batch-norm statistics, after every step, and before the next what hooks have changed.
         ddp_comm_hook: Communicates the gradients of the backbone over the replicas, and so the next
             two, as for ``DDPStrategy``.
         ddp_comm_state: The hook's state; ``None``: the process group of the replicas.

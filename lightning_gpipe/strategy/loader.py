@@ -25,8 +25,8 @@ class PipelineLoader:
 
     Args:
         loader: Any iterable of batches.
-        control: Returns the pipeline's object channel, which a loader that outlives the run must not
-            keep: its process groups have threads.
+        control: Returns the pipeline's object channel. A loader may outlive the run and must not
+            keep it: its process groups have threads.
         replica: This rank's pipeline.
         replicas: D.
     """
