@@ -34,7 +34,8 @@ CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
     "frozen": (models.Frozen, 8),
     "accumulation": (models.Around, 4),
 }
-MODES = ("always", "except_last", "never")
+#: The modes in which each optimizer trains: what it does with gradients doesn't depend on them.
+MODES = {"sgd": ("always", "except_last", "never"), "adamw": ("except_last",)}
 
 
 def options_of(case: str) -> dict[str, Any]:
@@ -44,11 +45,11 @@ def options_of(case: str) -> dict[str, Any]:
 def pipeline_runs(
     case: str, stages: int, initial: dict[str, dict[str, torch.Tensor]]
 ) -> dict[tuple[str, str], Any]:
-    """Train a case in every mode with every optimizer on this rank."""
+    """Train a case in every mode, and with both optimizers, on this rank."""
     kind, chunks = CASES[case]
     results = {}
     for optimizer, state in initial.items():
-        for mode in MODES:
+        for mode in MODES[optimizer]:
             module = kind(optimizer)
             if (
                 int(torch.distributed.get_rank()) == 0
@@ -81,7 +82,7 @@ def plain_run(case: str, optimizer: str) -> tuple[dict[str, torch.Tensor], dict[
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
     initial, expected = {}, {}
-    for optimizer in ("adamw", "sgd"):
+    for optimizer in MODES:
         initial[optimizer], expected[optimizer] = plain_run(case, optimizer)
     whole = run_ranks(pipeline_runs, stages, case, stages, initial)[0]
     for (optimizer, mode), state in whole.items():
