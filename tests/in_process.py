@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import Executor, Links, Local
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain
@@ -21,6 +23,7 @@ from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
 
 HOST = torch.device("cpu")
+ALONE = ObjectChannel("stage", 0, (0,), HOST, None)
 
 
 class InProcess:
@@ -52,7 +55,7 @@ class InProcess:
             )
             for k in range(count)
         }
-        self.executor = Executor(self.stages, links, HOST)
+        self.executor = Executor(self.stages, links, HOST, Trial(ALONE))
         self.chunks, self.checkpoint, self.calls = chunks, checkpoint, 0
 
     def step(self, value: Any, step: int = 0) -> tuple[Any, list[Tensor | None]]:

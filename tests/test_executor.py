@@ -13,12 +13,14 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import Executor, Links, Local
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Action, Program
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.simulate import simulate
 from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
+from tests.in_process import ALONE
 from tests.test_schedule import INTERLEAVED
 
 HOST = torch.device("cpu")
@@ -51,7 +53,7 @@ def gradients_of(layers: nn.Sequential, x: Tensor, program: Program) -> list[Ten
         )
         for i in range(4)
     }
-    executor = Executor(stages, links, HOST)
+    executor = Executor(stages, links, HOST, Trial(ALONE))
     batch = Tree.of(x, "The input")
     split = Split.plan(batch, 4)
     source = BatchInput(batch, split, is_here=True)

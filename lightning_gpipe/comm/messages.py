@@ -26,6 +26,7 @@ Kind: TypeAlias = Literal[
     "output",
     "backward",
     "chained gradients",
+    "trial",
     "seed",
     "partition",
     "completeness",

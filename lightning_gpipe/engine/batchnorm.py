@@ -80,7 +80,7 @@ class DeferredBatchNorm:
         Raises:
             RuntimeError: If replicas have different numbers of micro-batches.
         """
-        self._shares = []
+        self._shares, self._seen = [], {}
         across = self._across
         if across is None or not any(
             isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self._layers

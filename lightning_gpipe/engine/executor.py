@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.stage import Stage, StageCall
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.schedule.actions import Action, Program, kept_graphs
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
@@ -115,14 +116,20 @@ class Executor:
         stages: The stages of this rank by their index.
         links: What each of them is linked to.
         device: Where they are.
+        trial: Whether a stage goes on that fails.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], links: Mapping[int, Links], device: torch.device
+        self,
+        stages: Mapping[int, Stage],
+        links: Mapping[int, Links],
+        device: torch.device,
+        trial: Trial,
     ) -> None:
         self._stages = dict(stages)
         self._links = dict(links)
         self._device = device
+        self._trial = trial
 
     def close(self) -> None:
         """Let go of the layers."""
@@ -175,6 +182,19 @@ class Executor:
             before_last: Called before the last action; may return a scalar to run its backward from
                 as well.
         """
+        try:
+            self._run(actions, batch, retain, before_last)
+        except RuntimeError:
+            self._trial.end()
+            raise
+
+    def _run(
+        self,
+        actions: Sequence[Action],
+        batch: MiniBatch,
+        retain: bool,
+        before_last: BeforeLast | None,
+    ) -> None:
         for action in actions:
             if action.op == "F":
                 self._activations_in(action, batch).expect(
@@ -187,13 +207,12 @@ class Executor:
             for stage in self._stages.values():
                 stack.enter_context(stage.preserved_generators())
             for position, action in enumerate(actions):
-                stage, m = self._stages[action.stage], action.micro_batch
                 match action.op:
                     case "F":
                         self._forward(action, batch)
                         self._expect_gradients(waiting, batch)
                     case "R":
-                        stage.recompute(batch.calls[action.stage], m, keep_input=retain)
+                        self._recompute(action, batch, retain)
                     case "B":
                         is_last = before_last is not None and position == len(actions) - 1
                         also = before_last() if before_last is not None and is_last else None
@@ -203,26 +222,45 @@ class Executor:
         index, _, m = action
         call = batch.calls[index]
         inputs, flags = self._activations_in(action, batch).take(m)
-        keep = (index, m) in batch.kept
-        outputs = self._stages[index].forward(call, m, inputs, flags, keep)
+        inputs = self._trial.take(inputs)
+        outputs: Tree | None = None
+        if not self._trial.has_failed:
+            with self._trial.attempt():
+                keep = (index, m) in batch.kept
+                outputs = self._stages[index].forward(call, m, inputs, flags, keep)
+                flags = call.micro_batches[m].output_requires_grad
+        if outputs is None:
+            outputs, flags = self._trial.failed(), [False]
         sink = self._links[index].activations_out or batch.output_side
-        flags = call.micro_batches[m].output_requires_grad
         sink.send(m, outputs, flags, torch.is_grad_enabled())
+
+    def _recompute(self, action: Action, batch: MiniBatch, retain: bool) -> None:
+        if not self._trial.has_failed:
+            with self._trial.attempt():
+                stage, call = self._stages[action.stage], batch.calls[action.stage]
+                stage.recompute(call, action.micro_batch, keep_input=retain)
 
     def _backward(
         self, action: Action, batch: MiniBatch, retain: bool, also: Tensor | None
     ) -> None:
         index, _, m = action
         call, sink = batch.calls[index], self._links[index].gradients_out or batch.input_side
+        is_waited_for = any(call.micro_batches[m].input_requires_grad)
 
         def hand_on(gradients: Sequence[Tensor | None]) -> None:
+            nonlocal is_waited_for
+            is_waited_for = False
             tree = Tree.of(list(gradients), "A gradient")
             sink.send(m, tree, [False] * len(gradients), training=True)
 
         gradients: Sequence[Tensor | None] = []
         if call.micro_batches[m].needs_backward:
-            gradients = self._gradients_in(action, batch).take(m)[0].leaves
-        self._stages[index].backward(call, m, gradients, retain, hand_on, also)
+            gradients = self._trial.take(self._gradients_in(action, batch).take(m)[0]).leaves
+        if not self._trial.has_failed:
+            with self._trial.attempt():
+                self._stages[index].backward(call, m, gradients, retain, hand_on, also)
+        if self._trial.has_failed and is_waited_for:
+            sink.send(m, self._trial.failed(), [False], training=True)
         if not retain:
             del call.micro_batches[m]
 

@@ -23,6 +23,7 @@ from lightning_gpipe.engine.executor import BeforeLast, Executor, Links, MiniBat
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.steering import Steering
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.schedule.actions import Action, Checkpoint
 from lightning_gpipe.schedule.check import validate
@@ -67,10 +68,17 @@ class WholeBatch:
         chunks: M.
         checkpoint: Which micro-batches are re-materialized.
         seed: Seed of the layers' random numbers; the same on every rank.
+        trial: Whether all stages go on when one fails.
     """
 
     def __init__(
-        self, stage: Stage, groups: Groups, chunks: int, checkpoint: Checkpoint, seed: int
+        self,
+        stage: Stage,
+        groups: Groups,
+        chunks: int,
+        checkpoint: Checkpoint,
+        seed: int,
+        trial: Trial,
     ) -> None:
         validate(fill_drain(groups.stages, chunks, checkpoint))
         self._groups = groups
@@ -85,7 +93,10 @@ class WholeBatch:
         self._before_last: BeforeLast | None = None
         links = _links(groups)
         self._senders = [s for s in (links.activations_out, links.gradients_out) if s is not None]
-        self._executor = Executor({groups.stage: stage}, {groups.stage: links}, groups.device)
+        self._trial = trial
+        self._executor = Executor(
+            {groups.stage: stage}, {groups.stage: links}, groups.device, trial
+        )
         self._steering = Steering(groups)
 
     def begin_step(self, *step: int) -> None:
@@ -134,6 +145,7 @@ class WholeBatch:
         forwards = tuple(action for action in self._program(split) if action.op == "F")
         with record_function("gpipe_forward"):
             self._executor.run(forwards, call.batch)
+        self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
         self._executor.end_forward(call.batch)
         if not call.wanted:
@@ -238,6 +250,8 @@ class WholeBatch:
         before_last = self._before_last if self._steering.is_through else None
         with record_function("gpipe_backward"):
             self._executor.run(call.backwards, call.batch, self._retain, before_last)
+        if self._trial.has_failed:  # other calls may follow, for which other stages wait
+            return []
         return call.input_side.gradients() if self._groups.is_first else []
 
     def _output_gradients(self, call: Call, is_chained: bool) -> list[Tensor | None]:

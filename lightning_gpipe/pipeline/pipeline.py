@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
@@ -50,6 +51,7 @@ class Surroundings:
         on_cut: Called when the module has been cut. Collective over all ranks.
         inform: Prints a text on rank 0.
         warn: Warns on rank 0.
+        trial: Whether all stages go on when one fails.
     """
 
     settings: Settings
@@ -61,6 +63,7 @@ class Surroundings:
     on_cut: Callable[[Partition], object]
     inform: Callable[[str], object]
     warn: Callable[[str], object]
+    trial: Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +137,9 @@ class Pipeline:
         with self.parameter_hooks.postponed(self.shared.sum_up) as need_sums:
             self.shared.before_backward()
             expect_last = self.data_parallel.expect_last if synchronize else None
-            yield self.engine.steer(loss, retain, expect_last)
-            self.engine.finish_backward()
+            with self.surroundings.trial.shared():
+                yield self.engine.steer(loss, retain, expect_last)
+                self.engine.finish_backward()
             if synchronize:
                 self.data_parallel.finish()
             if synchronize or need_sums:

@@ -177,7 +177,7 @@ class Uncut:
             partition,
             tensors,
             PerSample(self.layers, around.chunks, self.redirections.suspended),
-            WholeBatch(stage, groups, around.chunks, settings.checkpoint, self.seed),
+            WholeBatch(stage, groups, around.chunks, settings.checkpoint, self.seed, around.trial),
             DataParallel(placement.own, groups, options),
             SharedParameters(
                 placement.replicated, placement.own, groups, options.broadcast_buffers

@@ -135,7 +135,7 @@ class GPipeStrategy(ProcessesStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         trainer.accelerator.setup(trainer)
-        refusals.refuse(trainer, self._layer_sync, self._layout, self.without_sync)
+        refusals.refuse(trainer, self._layer_sync, self._layout, self.without_sync, self._settings)
         self.model = self.precision_plugin.convert_module(self._module)
         self._run = Run(
             trainer,
@@ -191,6 +191,13 @@ class GPipeStrategy(ProcessesStrategy):
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        step = super().optimizer_step
+        return self._running.optimize(step, optimizer, closure, model, **kwargs)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -209,6 +209,16 @@ SIGTERM_BROADCAST = Target(
     "_broadcast_sigterm_tensor",
     "all ranks hear of a SIGTERM at once, and a broadcast before every batch lets GPUs wait",
 )
+TRY_BATCH_SIZE = Target(
+    "lightning.pytorch.tuner.batch_size_scaling",
+    "_try_loop_run",
+    "memory that runs out on one stage is a try that failed on all",
+)
+BATCH_SIZE_FILE = Target(
+    "lightning.pytorch.tuner.batch_size_scaling",
+    "uuid",
+    "all ranks must read the file that rank 0 writes, and each names its own",
+)
 DEFAULT_GROUP = Target(
     "torch.distributed.distributed_c10d",
     "_get_default_group",
@@ -233,5 +243,7 @@ TARGETS = (
     LOG_GRAPH,
     AUTOGRAD_BACKWARD,
     SIGTERM_BROADCAST,
+    TRY_BATCH_SIZE,
+    BATCH_SIZE_FILE,
     DEFAULT_GROUP,
 )

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import (
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.strategy.world import Layout
 
 _OTHER_PRECISIONS = (
@@ -44,7 +45,11 @@ _WHOLE_MODEL_OPTIMIZERS = {
 
 
 def refuse(
-    trainer: pl.Trainer, layer_sync: object | None, layout: Layout, without_sync: Container[str]
+    trainer: pl.Trainer,
+    layer_sync: object | None,
+    layout: Layout,
+    without_sync: Container[str],
+    settings: Settings,
 ) -> None:
     """Refuse what can't work in a run, before the module is touched.
 
@@ -53,6 +58,7 @@ def refuse(
         layer_sync: Its plugin that would synchronize batch norm.
         layout: The processes. What needs the whole model in one has it where there is one stage.
         without_sync: Types of devices for which PyTorch has no SyncBatchNorm.
+        settings: What the user chose.
 
     Raises:
         ValueError: With what to do instead.
@@ -62,7 +68,7 @@ def refuse(
     refuse_precision(trainer.precision_plugin)
     if layout.stages > 1:
         refuse_logging(module, trainer.loggers)
-        refuse_callbacks(vars(trainer)["callbacks"])
+        refuse_callbacks(vars(trainer)["callbacks"], settings)
 
 
 def refuse_synchronized(
@@ -134,7 +140,7 @@ def refuse_logging(module: nn.Module, loggers: Iterable[object]) -> None:
         )
 
 
-def refuse_callbacks(callbacks: Iterable[object]) -> None:
+def refuse_callbacks(callbacks: Iterable[object], settings: Settings) -> None:
     """Refuse callbacks that need the whole model.
 
     Raises:
@@ -146,10 +152,10 @@ def refuse_callbacks(callbacks: Iterable[object]) -> None:
                 "ModelPruning replaces parameters and ranks the weights of the whole model, which"
                 " are spread over the stages: prune the trained model with torch.nn.utils.prune."
             )
-        if isinstance(callback, BatchSizeFinder):
+        if isinstance(callback, BatchSizeFinder) and settings.chunks == "auto":
             raise ValueError(
-                "BatchSizeFinder runs out of memory on purpose, and an error on one stage ends all:"
-                " set the batch size by hand."
+                "BatchSizeFinder begins with a small batch, for which chunks='auto' would choose"
+                " the number of micro-batches: give GPipeStrategy(chunks=...) a number."
             )
 
 

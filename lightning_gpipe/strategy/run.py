@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -13,11 +14,13 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
@@ -74,6 +77,7 @@ class Run:
         self._is_steered = False
         self._averages: list[AveragedCopy] = []
         self._is_set_up = False
+        self._trial = Trial(world.groups.pipeline)
         fitting = trainer.state.fn == TrainerFn.FITTING
         with ExitStack() as undo:
             undo.enter_context(
@@ -89,6 +93,7 @@ class Run:
                 on_cut=self._cut,
                 inform=logged.print,
                 warn=rank_zero_warn,
+                trial=self._trial,
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
             undo.callback(lambda: self.pipeline.close(self._can_restore()))
@@ -115,6 +120,10 @@ class Run:
             if world.groups.stages == 1:
                 steered = partial(self._backward_alone, torch.autograd.backward)
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
+            tried = partial(self._tried, patches.TRY_BATCH_SIZE.current())
+            undo.enter_context(patches.TRY_BATCH_SIZE.replaced(tried))
+            name = SimpleNamespace(uuid4=lambda: trainer.strategy.broadcast(uuid.uuid4()))
+            undo.enter_context(patches.BATCH_SIZE_FILE.replaced(name))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
             self._is_set_up = True
@@ -171,17 +180,25 @@ class Run:
         """Run the user's training step. Collective over the pipeline."""
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx
         self.pipeline.begin_step(0, number, training=True)
-        with self._guarded():
-            self._share_generators()
-            return step(*args, **kwargs)
+        return self._step(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of validation, test or prediction. Collective over the pipeline."""
         self._evaluations += 1
         self.pipeline.begin_step(1, self._evaluations)
-        with self._guarded():
+        return self._step(step, *args, **kwargs)
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._guarded(), self._trial.shared():
             self._share_generators()
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+        return result
+
+    def optimize(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the step of an optimizer, which may run out of memory. Collective in a trial."""
+        with self._trial.shared():
+            result = step(*args, **kwargs)
+        return result
 
     def _share_generators(self) -> None:
         """Go on from the first stage's generators: a callback may have drawn on one rank alone."""
@@ -230,6 +247,11 @@ class Run:
         with self.backward(loss, bool(retain_graph)):
             call()
 
+    def _tried(self, run: Callable[..., None], *args: Any) -> None:
+        """Try a batch size, as a search for the largest does."""
+        with self._trial.running(is_oom_error):
+            run(*args)
+
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
         """Leave gradients outside the backbone unsummed, to accumulate them first."""
@@ -264,6 +286,8 @@ class Run:
         try:
             yield
         except Exception as error:
+            if self._trial.spares(error):
+                raise
             first = self._world.report(error)
             if first is None or first.rank == self._world.rank or first.text in str(error):
                 raise

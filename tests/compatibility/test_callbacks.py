@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
@@ -211,6 +212,15 @@ def _rates(stages: int, folder: str) -> dict[str, Any]:
     return {"world_size": monitor.sizes.pop(), "columns": sorted(columns(run, None, Path(folder)))}
 
 
+class Growing(Module):
+    """Has a batch size that is searched for."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(super().train_dataloader().dataset, batch_size=self.batch_size)
+
+
 ROWS: Rows = {
     "BackboneFinetuning": Row(
         {"max_epochs": 3, "callbacks": [cb.BackboneFinetuning(1, train_bn=False)]},
@@ -219,8 +229,8 @@ ROWS: Rows = {
     ),
     "BaseFinetuning": Row({"max_epochs": 3, "callbacks": [Unfreeze()]}, Trainable),
     "BasePredictionWriter": Row({"callbacks": [Writer("batch_and_epoch")]}, also=predicted),
-    "BatchSizeFinder": Refused(
-        "BatchSizeFinder runs out of memory", {"callbacks": [cb.BatchSizeFinder()]}, Flops
+    "BatchSizeFinder": Row(
+        {"callbacks": [cb.BatchSizeFinder(steps_per_trial=1, max_trials=2)]}, Growing
     ),
     "Callback": Row({"callbacks": [cb.Callback()]}),
     "Checkpoint": Row(own, also=weights),
