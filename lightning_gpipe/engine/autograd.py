@@ -16,6 +16,7 @@ follows on it, no longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -85,17 +86,37 @@ class SteerNode(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def calls_behind(tensors: Sequence[Tensor]) -> set[int]:
-    """Numbers of the backbone calls that tensors depend on."""
-    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen, found = set(nodes), set()
-    while nodes:
-        node = nodes.pop()
-        number = getattr(node, "gpipe_call", None)
-        if number is not None:
-            found.add(number)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return found
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What tensors depend on.
+
+    Args:
+        calls: Numbers of calls of the backbone.
+        leaves: Tensors that want a gradient and were not computed, such as parameters.
+        nodes: When the nodes of the graph were made, as numbers that grow.
+    """
+
+    calls: set[int]
+    leaves: list[Tensor]
+    nodes: list[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Behind:
+        """What tensors depend on, up to the calls of the backbone and what these depend on."""
+        behind = cls(set(), [t for t in tensors if t.is_leaf and t.requires_grad], [])
+        nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            number, leaf = getattr(node, "gpipe_call", None), getattr(node, "variable", None)
+            if number is not None:
+                behind.calls.add(number)
+            elif leaf is not None:
+                behind.leaves.append(leaf)
+            else:
+                behind.nodes.append(node._sequence_nr())
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+        return behind

@@ -7,7 +7,8 @@ loss reaches. It tells the others, and they differentiate a loss whose graph lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,12 +16,18 @@ from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.autograd import (
+    Behind,
     CallNode,
     CatchGradients,
     ExitNode,
     RunBackward,
     SteerNode,
-    calls_behind,
+)
+
+_sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
+_NO_GRADIENT = (
+    "The loss wants no gradient: it depends neither on the backbone's output nor on any parameter"
+    " that requires one. Was it detached, or computed under torch.no_grad()?"
 )
 
 
@@ -29,19 +36,33 @@ class Steering:
 
     Args:
         groups: The process groups.
+        parameters: The module's parameters by ``id``, whose gradients all stages sum.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, parameters: frozenset[int]) -> None:
         self._groups = groups
+        self._forwards: list[tuple[int, int]] = []
         self._tokens: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._announced: deque[int] = deque()
         self._is_first = True
         self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
+        self._known_leaves = parameters | {id(self._anchor)}
 
     @property
     def is_through(self) -> bool:
         """Whether the running backward has reached all calls that it will."""
         return not self._announced
+
+    def begin_step(self) -> None:
+        """Forget the forwards of the step before."""
+        self._forwards.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run the layers inside this context, whose graph is none of the user's."""
+        start = _sequence_number()
+        yield
+        self._forwards.append((start, _sequence_number()))
 
     def join(
         self,
@@ -64,11 +85,14 @@ class Steering:
         Returns:
             The outputs, with a graph.
         """
-        if self._groups.is_first:
-            sources, tokens = [tensor for tensor in inputs if tensor.requires_grad], []
-        else:  # the input's gradient arises on the first stage; only the order matters here
-            behind = sorted(calls_behind(inputs))
-            sources = tokens = [self._tokens[n] for n in behind if n in self._tokens]
+        sources, tokens = [tensor for tensor in inputs if tensor.requires_grad], []
+        behind = Behind.of(sources)
+        problem = self._problem(behind)
+        if problem is not None:
+            raise RuntimeError(problem)
+        if not self._groups.is_first:
+            # the input's gradient arises on the first stage; only the order matters here
+            sources = tokens = [self._tokens[n] for n in sorted(behind.calls) if n in self._tokens]
         token: Tensor = CallNode.apply(number, run_backward, tokens, self._anchor, *sources)
         self._tokens[number] = token
         joined: tuple[Tensor, ...] = ExitNode.apply(catch, token, outputs)
@@ -88,15 +112,16 @@ class Steering:
             RuntimeError: If the loss wants no gradient.
         """
         groups = self._groups
-        numbers: list[int] | None = None
+        problem, numbers = None, list[int]()
         if groups.is_last:
-            numbers = sorted(calls_behind([loss]), reverse=True) if loss.requires_grad else None
-        numbers = groups.pipeline.broadcast("backward", numbers, source=groups.stages - 1)
-        if numbers is None:
-            raise RuntimeError(
-                "The loss wants no gradient: it depends neither on the backbone's output nor on any"
-                " parameter that requires one. Was it detached, or computed under torch.no_grad()?"
-            )
+            behind = Behind.of([loss])
+            problem = self._problem(behind) if loss.requires_grad else _NO_GRADIENT
+            numbers = sorted(behind.calls, reverse=True)
+        problem, numbers = groups.pipeline.broadcast(
+            "backward", (problem, numbers), source=groups.stages - 1
+        )
+        if problem is not None:
+            raise RuntimeError(problem)
         self._announced.extend(numbers)
         self._is_first = True
         if groups.is_last:
@@ -113,6 +138,24 @@ class Steering:
         )
         return steered
 
+    def _problem(self, behind: Behind) -> str | None:
+        """What is wrong with what a loss or the backbone's input depends on."""
+        if any(start <= n < end for n in behind.nodes for start, end in self._forwards):
+            return (
+                "The loss depends on a tensor that a layer or a hook has kept while the backbone"
+                " ran, which is one micro-batch's. Return it with the backbone's output, shape"
+                " [batch, ...], and let the step use that."
+            )
+        strangers = [leaf for leaf in behind.leaves if id(leaf) not in self._known_leaves]
+        if self._groups.stages > 1 and strangers:
+            return (
+                f"A tensor of shape {tuple(strangers[0].shape)} requires a gradient and is no"
+                " parameter of the module, so each stage would have a part of its gradient. Make"
+                " it an nn.Parameter of the module, outside the backbone: then all parts are"
+                " summed. If its gradient isn't wanted, detach it."
+            )
+        return None
+
     def reach(self, number: int) -> bool:
         """Note that the backward has reached a call.
 
@@ -126,7 +169,8 @@ class Steering:
             raise RuntimeError(
                 "A backward reached the backbone without the strategy knowing of it. In manual"
                 " optimization call self.manual_backward(loss), not loss.backward()."
-                " torch.autograd.grad through the backbone is not supported."
+                " torch.autograd.grad through the backbone is not supported: for gradients of an"
+                " input call the module outside the Trainer."
             )
         self._announced.popleft()
         is_first, self._is_first = self._is_first, False

@@ -69,6 +69,7 @@ class WholeBatch:
         checkpoint: Which micro-batches are re-materialized.
         seed: Seed of the layers' random numbers; the same on every rank.
         trial: Whether all stages go on when one fails.
+        parameters: The module's parameters by ``id``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WholeBatch:
         checkpoint: Checkpoint,
         seed: int,
         trial: Trial,
+        parameters: frozenset[int],
     ) -> None:
         validate(fill_drain(groups.stages, chunks, checkpoint))
         self._groups = groups
@@ -97,7 +99,7 @@ class WholeBatch:
         self._executor = Executor(
             {groups.stage: stage}, {groups.stage: links}, groups.device, trial
         )
-        self._steering = Steering(groups)
+        self._steering = Steering(groups, parameters)
 
     def begin_step(self, *step: int) -> None:
         """Tell which step comes, for the layers' random numbers.
@@ -107,6 +109,7 @@ class WholeBatch:
         """
         self._step = step
         self._calls_in_step = 0
+        self._steering.begin_step()
 
     def close(self) -> None:
         """Let go of the layers."""
@@ -143,7 +146,7 @@ class WholeBatch:
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
         forwards = tuple(action for action in self._program(split) if action.op == "F")
-        with record_function("gpipe_forward"):
+        with record_function("gpipe_forward"), self._steering.forward():
             self._executor.run(forwards, call.batch)
         self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)

@@ -177,7 +177,15 @@ class Uncut:
             partition,
             tensors,
             PerSample(self.layers, around.chunks, self.redirections.suspended),
-            WholeBatch(stage, groups, around.chunks, settings.checkpoint, self.seed, around.trial),
+            WholeBatch(
+                stage,
+                groups,
+                around.chunks,
+                settings.checkpoint,
+                self.seed,
+                around.trial,
+                frozenset(placement.owners),
+            ),
             DataParallel(placement.own, groups, options),
             SharedParameters(
                 placement.replicated, placement.own, groups, options.broadcast_buffers

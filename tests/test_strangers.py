@@ -1,0 +1,125 @@
+"""Losses and inputs that depend on what the pipeline doesn't know: explained errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.models import WIDTH
+from tests.ranks import RankError, run_ranks
+from tests.test_whole_model import expected
+from tests.training import train
+
+
+class Hooked(models.Module):
+    """Uses in the loss what a hook has kept of the backbone's forward."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone[-1].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.__dict__["kept"] = output
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + self.kept.square().mean()
+
+
+class Logged(Hooked):
+    """Uses it without a graph; the loss doesn't depend on it."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = models.Module.loss(self, x, y)
+        if self.trainer.global_rank == self.trainer.world_size - 1:
+            assert self.kept.detach().isfinite().all()
+        return loss
+
+
+class InputGradient(models.Around):
+    """Reads the gradient of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch[0].requires_grad_(), batch[1])
+
+
+class Perturbed(models.Around):
+    """Trains with a perturbation, behind the backbone."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        delta = torch.zeros(1, WIDTH, dtype=x.dtype, requires_grad=True)
+        return nn.functional.mse_loss(self(x) + delta, y)
+
+
+class Adversarial(models.Around):
+    """The remedy: the perturbation is a parameter."""
+
+    def build(self) -> None:
+        super().build()
+        self.delta = nn.Parameter(torch.zeros(WIDTH))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            self.delta.zero_()
+        self.manual_backward(self.loss(x + self.delta, y + self.delta))
+        step = self.delta.grad.sign() * 0.1
+        with torch.no_grad():
+            self.delta.copy_(step)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(x + self.delta, y))
+        optimizer.step()
+
+
+class Saliency(models.Around):
+    """Gradients of the input in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch[0].clone().requires_grad_(self.asks)
+            torch.autograd.grad(self(x).sum(), self.before.weight)
+
+    asks = False
+    val_dataloader = models.Module.train_dataloader
+
+
+def weights(kind: type[models.Module], state: Any) -> Any:
+    module = kind("sgd")
+    module.load_state_dict(state)
+    devices = torch.distributed.get_world_size()
+    options = {"inference_mode": False} if kind is Saliency else {}
+    return train(module, max_steps=3, devices=devices, strategy=GPipeStrategy(3), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "problem"),
+    [
+        (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
+        (InputGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
+        (InputGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
+        (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
+        (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
+        (Saliency, 2, "torch.autograd.grad through the backbone is not supported"),
+    ],
+)
+def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem: str) -> None:
+    with pytest.raises(RankError, match=problem):
+        run_ranks(weights, stages, kind, kind("sgd").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [(Logged, 1), (Logged, 2), (InputGradient, 1), (Perturbed, 1)]
+    + [(Adversarial, stages) for stages in (1, 2, 3)],
+)
+def test_equal_to_a_plain_trainer(kind: type[models.Module], stages: int) -> None:
+    state, plain = expected(kind, {"max_steps": 3})
+    found = run_ranks(weights, stages, kind, state)[0]
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
