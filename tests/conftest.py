@@ -11,11 +11,12 @@ import torch
 
 
 def pytest_configure() -> None:
-    """One thread per process, here and in all that start, and a faster start for them."""
+    """One thread per process, here and in all that start, and a fast start for these."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    start, paths = str(Path(__file__).parent / "start"), os.environ.get("PYTHONPATH", "")
-    if start not in paths.split(os.pathsep):
-        os.environ["PYTHONPATH"] = f"{start}{os.pathsep}{paths}" if paths else start
+    tests = Path(__file__).parent
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    wanted = [str(tests / "start"), str(tests.parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *filter(None, paths)]))
     torch.set_num_threads(1)
 
 

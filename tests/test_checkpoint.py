@@ -27,12 +27,12 @@ import torch
 from tests.models import Shared
 from tests.training import trainer
 
-path, out = sys.argv[1:]
-module = Shared.load_from_checkpoint(path)
-torch.save(module.state_dict(), out + ".loaded")
-run = trainer(devices=1, max_epochs=2)
-run.fit(module, ckpt_path=path)
-torch.save(module.state_dict(), out)
+for path in sys.argv[1:]:
+    module = Shared.load_from_checkpoint(path)
+    torch.save(module.state_dict(), path + ".loaded")
+    run = trainer(devices=1, max_epochs=2)
+    run.fit(module, ckpt_path=path)
+    torch.save(module.state_dict(), path + ".resumed")
 """
 
 
@@ -64,22 +64,22 @@ def test_a_plain_trainer_loads_and_goes_on(stages: int, tmp_path: Path) -> None:
     for names, files in run_ranks(save, stages, initial, tmp_path, stages):
         assert names == sorted(initial)
         assert files == ["after.ckpt", "callback.ckpt"]
-    for name in ("callback", "after"):
-        path = tmp_path / f"{name}.ckpt"
+    paths = [tmp_path / "callback.ckpt", tmp_path / "after.ckpt"]
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_PACKAGE, *map(str, paths)],
+        check=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+        env={k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "LOCAL_RANK")},
+        capture_output=True,
+    )
+    for path in paths:
         checkpoint = torch.load(path, weights_only=True)
         assert list(checkpoint["state_dict"]) == list(initial)
         assert len(checkpoint["optimizer_states"][0]["state"]) == len(list(module.parameters()))
-        subprocess.run(
-            [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(path), str(tmp_path / name)],
-            check=True,
-            timeout=120,
-            cwd=Path(__file__).parents[1],
-            env={k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "LOCAL_RANK")},
-            capture_output=True,
-        )
-        loaded = torch.load(tmp_path / f"{name}.loaded", weights_only=True)
+        loaded = torch.load(f"{path}.loaded", weights_only=True)
         torch.testing.assert_close(loaded, after_one, rtol=0, atol=1e-10)
-        resumed = torch.load(tmp_path / name, weights_only=True)
+        resumed = torch.load(f"{path}.resumed", weights_only=True)
         torch.testing.assert_close(resumed, after_two, rtol=0, atol=1e-10)
 
 

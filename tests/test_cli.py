@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -88,7 +87,6 @@ def test_it_trains(arguments: list[str], expected: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train.py"), "fit", *arguments]
     done = subprocess.run(
         [*command, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

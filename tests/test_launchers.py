@@ -23,7 +23,7 @@ CLUSTER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 def environment(**more: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(CLUSTER)}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return {**clean, **more}
 
 
 def free_port() -> str:

@@ -193,13 +193,6 @@ class GPipeStrategy(ProcessesStrategy):
         return closure_loss
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        step = super().optimizer_step
-        return self._running.optimize(step, optimizer, closure, model, **kwargs)
-
-    @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return self._running.accumulating()
 

@@ -203,7 +203,9 @@ class ProcessesStrategy(PlacedStrategy):
     ) -> Any:
         if self.stages > 1:
             closure = refusals.called_once(closure, optimizer)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._connected.trial.shared():  # an optimizer's first step takes memory, too
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        return result
 
     @override
     def process_dataloader(self, dataloader: Any) -> object:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -14,13 +13,11 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
-from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
@@ -37,6 +34,7 @@ from lightning_gpipe.strategy import (
     refusals,
     saving,
 )
+from lightning_gpipe.strategy.batch_size import searched_over_stages
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.places import PlacedStrategy
@@ -74,10 +72,10 @@ class Run:
     ) -> None:
         self._trainer, self._world, self._settings = trainer, world, settings
         self._logged, self._evaluations, self._accumulating = logged, 0, False
-        self._is_steered = False
+        self.is_steered = False  # a backward runs that all stages know of
         self._averages: list[AveragedCopy] = []
         self._is_set_up = False
-        self._trial = Trial(world.groups.pipeline)
+        self._trial = world.trial
         fitting = trainer.state.fn == TrainerFn.FITTING
         with ExitStack() as undo:
             undo.enter_context(
@@ -118,12 +116,9 @@ class Run:
             )
             undo.enter_context(metrics.over_replicas(world.groups))
             if world.groups.stages == 1:
-                steered = partial(self._backward_alone, torch.autograd.backward)
+                steered = partial(_backward_alone, self, torch.autograd.backward)
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
-            tried = partial(self._tried, patches.TRY_BATCH_SIZE.current())
-            undo.enter_context(patches.TRY_BATCH_SIZE.replaced(tried))
-            name = SimpleNamespace(uuid4=lambda: trainer.strategy.broadcast(uuid.uuid4()))
-            undo.enter_context(patches.BATCH_SIZE_FILE.replaced(name))
+            undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
             self._is_set_up = True
@@ -194,12 +189,6 @@ class Run:
             result = step(*args, **kwargs)
         return result
 
-    def optimize(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the step of an optimizer, which may run out of memory. Collective in a trial."""
-        with self._trial.shared():
-            result = step(*args, **kwargs)
-        return result
-
     def _share_generators(self) -> None:
         """Go on from the first stage's generators: a callback may have drawn on one rank alone."""
         groups = self._world.groups
@@ -218,7 +207,7 @@ class Run:
         Yields:
             The loss to differentiate on this stage.
         """
-        self._is_steered = True
+        self.is_steered = True
         try:
             with (
                 self._guarded(),
@@ -226,31 +215,7 @@ class Run:
             ):
                 yield own
         finally:
-            self._is_steered = False
-
-    def _backward_alone(
-        self,
-        backward: Callable[..., None],
-        tensors: Tensor | Sequence[Tensor],
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Run a backward that the user has called by himself, where there is one stage."""
-        call = partial(backward, tensors, grad_tensors, retain_graph, *args, **kwargs)
-        if self._is_steered:
-            call()
-            return
-        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        loss = torch.stack([tensor.sum() for tensor in listed]).sum()  # leads to the same graph
-        with self.backward(loss, bool(retain_graph)):
-            call()
-
-    def _tried(self, run: Callable[..., None], *args: Any) -> None:
-        """Try a batch size, as a search for the largest does."""
-        with self._trial.running(is_oom_error):
-            run(*args)
+            self.is_steered = False
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
@@ -315,6 +280,26 @@ class Run:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(self.pipeline.own_optimizer_state(optimizer, state))
         self.pipeline.adopt_optimizers()
+
+
+def _backward_alone(
+    run: Run,
+    backward: Callable[..., None],
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Run a backward that the user has called by himself, where there is one stage."""
+    call = partial(backward, tensors, grad_tensors, retain_graph, *args, **kwargs)
+    if run.is_steered:
+        call()
+        return
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    loss = torch.stack([tensor.sum() for tensor in listed]).sum()  # leads to the same graph
+    with run.backward(loss, bool(retain_graph)):
+        call()
 
 
 def _end_on_sigterm(loop: Any) -> None:

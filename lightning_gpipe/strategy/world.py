@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure, Kind
 from lightning_gpipe.failure.screen import LastWord
@@ -151,6 +152,7 @@ class World:
                 self._leave()
                 raise
         self._abortable += self.groups.all_groups
+        self.trial = Trial(self.groups.pipeline)
         self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
         environment, self._requeue = connection.environment, None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:

@@ -108,12 +108,7 @@ def wandb_run(folder: Path) -> None:
             str(ROOT / "examples" / "digits.py"),
             *("--logger", "wandb", "--stages", "4", "--epochs", "1"),
         ],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "WANDB_MODE": "offline",
-        },
+        env={**os.environ, "WANDB_MODE": "offline"},
         cwd=folder,
         capture_output=True,
         text=True,
