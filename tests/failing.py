@@ -207,6 +207,7 @@ def run(
     callbacks: list[Any] = [Callback(), *more]
     if where.startswith("interrupt to save"):
         callbacks.append(L.pytorch.callbacks.OnExceptionCheckpoint(folder))
+        callbacks.append(L.pytorch.callbacks.ModelCheckpoint(folder, save_on_exception=True))
     if where == "save":
         callbacks.append(L.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=1))
     trainer = L.Trainer(

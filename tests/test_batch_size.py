@@ -83,7 +83,8 @@ class Searching(models.Module):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy = self.trainer.strategy
-        is_here = getattr(strategy, "stages", 1) == 1 or strategy.stage == self.layer
+        stages = getattr(strategy, "stages", 1)
+        is_here = stages == 1 or strategy.stage == min(self.layer, stages - 1)
         self.small.fails = self.where == "optimizer" and self.batch_size > LIMIT and is_here
 
     def train_dataloader(self) -> Any:
@@ -102,7 +103,7 @@ def search(layer: int, where: str, mode: str, state: Any, by: str) -> tuple[int,
         for part in module.backbone:
             part.limit = LIMIT // CHUNKS
         options = {"devices": stages, "strategy": GPipeStrategy(CHUNKS)}
-    arguments = {"mode": mode, "steps_per_trial": 2, "init_val": 2, "max_trials": 6}
+    arguments = {"mode": mode, "steps_per_trial": 1, "init_val": 4, "max_trials": 5}
     if by == "callback":
         options["callbacks"] = [BatchSizeFinder(**arguments)]
     run = trainer(**options, max_epochs=1, limit_train_batches=4)
@@ -116,17 +117,14 @@ def search(layer: int, where: str, mode: str, state: Any, by: str) -> tuple[int,
 @pytest.mark.parametrize(
     ("stages", "layer", "where", "mode", "by"),
     [
-        (1, 1, "forward", "power", "callback"),
         (1, 1, "backward", "power", "callback"),
         (1, 1, "optimizer", "power", "callback"),
-        (2, 2, "forward", "binsearch", "tuner"),
-        (3, 0, "forward", "power", "callback"),
+        (2, 0, "forward", "binsearch", "tuner"),
         (3, 1, "forward", "power", "callback"),
-        (3, 2, "forward", "power", "callback"),
-        (3, 0, "backward", "power", "callback"),
+        (2, 2, "forward", "power", "callback"),
         (3, 1, "backward", "binsearch", "tuner"),
         (3, 2, "backward", "power", "callback"),
-        (3, 1, "optimizer", "power", "callback"),
+        (2, 2, "optimizer", "power", "callback"),
     ],
 )
 def test_the_same_batch_is_found_as_on_one_device(

@@ -149,18 +149,24 @@ def test_a_plain_trainers_checkpoint_goes_on(
 # ---------------------------------------------------------------------- what is in a file
 
 
-def save_and_resume(folder: Path, chunks: int | None, resumed_chunks: Any) -> list[str]:
+class OfFive(Long):
+    samples = 5
+
+
+def save_and_resume(
+    folder: Path, chunks: Any, resumed_chunks: Any, kind: type[models.Module] = Long
+) -> list[str]:
     """Train and resume; returns the warnings."""
     import warnings
 
     if chunks is not None:
         run = trainer(devices=2, max_steps=1, strategy=GPipeStrategy(chunks, balance=[2, 4]))
-        run.fit(Long())
+        run.fit(kind())
         run.save_checkpoint(folder / "saved.ckpt")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = trainer(devices=2, max_steps=2, strategy=GPipeStrategy(resumed_chunks))
-        run.fit(Long(), ckpt_path=folder / "saved.ckpt")
+        run.fit(kind(), ckpt_path=folder / "saved.ckpt")
     return [str(w.message) for w in caught if "micro-batches a mini-batch" in str(w.message)]
 
 
@@ -172,6 +178,8 @@ def test_a_changed_number_of_micro_batches_is_warned_of(tmp_path: Path) -> None:
     assert "trained with 4 micro-batches" in first[0]
     assert "this run has 8" in first[0]
     assert second == []
+    few = run_ranks(save_and_resume, 2, tmp_path, "auto", "auto", OfFive)
+    assert few == [[], []], "both runs chose 5"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelSummary, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelSummary,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -27,12 +32,18 @@ class Copies(L.Callback):
     """Copies the callbacks in the middle of a run."""
 
     def on_train_batch_end(self, run: Any, *_: Any) -> None:
-        self.copied = [type(callback) for callback in copy.deepcopy(run.callbacks)]
+        callbacks = copy.deepcopy(run.callbacks)
+        self.copied = [type(callback) for callback in callbacks]
+        self.keys = [
+            [*callback._average_model.state_dict()]
+            for callback in callbacks
+            if getattr(callback, "_average_model", None) is not None
+        ]
 
 
 def objects(stages: int) -> None:
     copies = Copies()
-    averaging = [StochasticWeightAveraging(1e-2, 1)] if stages == 1 else []
+    averaging = [StochasticWeightAveraging(1e-2, 1), EMAWeightAveraging()]
     run = trainer(
         devices=stages,
         strategy=GPipeStrategy(2),
@@ -48,6 +59,10 @@ def objects(stages: int) -> None:
     run.fit(models.Module())
     assert Copies in copies.copied
     assert EarlyStopping in copies.copied
+    names = {*models.Module().state_dict()}
+    by_swa, by_ema = map(set, copies.keys)
+    assert by_swa == names
+    assert by_ema == {"n_averaged", *(f"module.{name}" for name in names)}
     again = pickle.loads(pickle.dumps(run))
     assert again.global_step == 2
     assert again.strategy.partition.sizes == run.strategy.partition.sizes

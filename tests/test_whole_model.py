@@ -262,6 +262,19 @@ class Prunes(Changes):
         prune.l1_unstructured(self.backbone[0], "weight", 0.5)
 
 
+class PrunesBetweenEpochs(models.Around):
+    def on_train_epoch_end(self) -> None:
+        prune.l1_unstructured(self.backbone[0], "weight", 0.5)
+
+
+class Histograms(models.Around):
+    """As a logger does with ``add_histogram``."""
+
+    def on_train_epoch_end(self) -> None:
+        for _, parameter in self.named_parameters():
+            parameter.detach().cpu().numpy()
+
+
 class Adds(Changes):
     def change(self) -> None:
         self.extra = nn.Parameter(torch.zeros(WIDTH))
@@ -330,6 +343,8 @@ REFUSED: dict[str, tuple[type[models.Module], str]] = {
     "a parameter is made anew": (Renews, f"'backbone.0' were added.*{CHANGED}"),
     "a parameter outside is made anew": (RenewsOutside, f"'before' were added.*{CHANGED}"),
     "a layer is pruned": (Prunes, f"{HELD}|{CHANGED}"),
+    "a layer is pruned between epochs": (PrunesBetweenEpochs, f"{HELD}|{CHANGED}"),
+    "histograms of all parameters": (Histograms, HELD),
     "a parameter is added": (Adds, f"SGD has a parameter of shape .6,. that was made {CHANGED}"),
     "a copy made in the run": (LateSnapshot, HELD),
     "a copy through a file": (Pickled, "meta"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -88,6 +89,13 @@ class _Elsewhere:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be saved as an ordinary tensor on the meta device."""
         tensor = cast(Tensor, self)
+        holder = holder_of(tensor)
+        warnings.warn(
+            f"'{holder.name}' is saved without values, which stage {holder.stage} (rank"
+            f" {holder.rank}) holds. While the Trainer runs, trainer.save_checkpoint(path) on every"
+            " rank saves the whole model; after it torch.save does.",
+            stacklevel=2,
+        )
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"

@@ -14,16 +14,24 @@ from lightning_gpipe.model.blocks import Blocks
 
 
 class Redirect:
-    """Stands in for a module's ``forward``; copies of the module have their own again.
+    """Stands in for a method of a module; copies of the module have their own again.
 
     Args:
         module: The module.
-        original: The ``forward`` of the instance's own that it had; None: its class's.
+        original: The instance's own that it had; None: its class's.
         target: What is called instead.
+        name: The method.
     """
 
-    def __init__(self, module: nn.Module, original: Any, target: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Any,
+        target: Callable[..., Any],
+        name: str = "forward",
+    ) -> None:
         self._module, self.original, self._target = module, original, target
+        self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target."""
@@ -39,7 +47,7 @@ class Redirect:
         """What a call of the module did before."""
         if self.original is not None:
             return self.original
-        return MethodType(type(self._module).forward, self._module)
+        return MethodType(getattr(type(self._module), self._name), self._module)
 
 
 class Redirections:

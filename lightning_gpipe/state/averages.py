@@ -15,6 +15,7 @@ from torch import nn
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.parameters import materialize, to_meta
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.state.gather import StageTensors, share_outside, share_over_replicas
 from lightning_gpipe.state.placement import Placement
 
@@ -47,7 +48,8 @@ class AveragedCopy:
         self._tensors = StageTensors(placement, groups.pipeline, self._device)
         self._tensors.cut()
         share_over_replicas([*placement.own, *placement.shared], groups)
-        self._module.__dict__.update(state_dict=self._state_dict, to=self._to)
+        for name, target in (("state_dict", self._state_dict), ("to", self._to)):
+            self._module.__dict__[name] = Redirect(self._module, None, target, name)
 
     def close(self, restore: bool) -> None:
         """Give the copy back, whole if it is to be restored."""

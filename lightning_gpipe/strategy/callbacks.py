@@ -38,6 +38,7 @@ def adapted(
     pipeline: PipelinedModule,
     groups: Groups,
     can_gather: Callable[[], bool],
+    has_saved: Callable[[], bool],
     averages: bool,
 ) -> Iterator[list[AveragedCopy]]:
     """Let callbacks work on a pipeline, until the end of the run. Collective over all ranks.
@@ -47,6 +48,7 @@ def adapted(
         pipeline: The module's, not cut yet.
         groups: The process groups.
         can_gather: Tells whether the other stages can be waited for.
+        has_saved: Tells whether all ranks have saved on an exception.
         averages: Whether callbacks use the averages that they keep; they may be another module's.
 
     Yields:
@@ -58,7 +60,7 @@ def adapted(
         _throughput_of_pipelines(callbacks, groups.replicas, groups.stages),
         patches.FILTER_ON_OPTIMIZER.replaced(staticmethod(_not_in_optimizer)),
         patches.SAVE_ON_EXCEPTION.replaced(
-            _if_possible(can_gather, ModelCheckpoint._should_save_on_exception)
+            _if_possible(can_gather, has_saved, ModelCheckpoint._should_save_on_exception)
         ),
         patches.SUMMARY.replaced(_inside(on_meta, ModelSummary._summary)),
         patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
@@ -125,14 +127,16 @@ def _averages(callbacks: Iterable[object]) -> list[tuple[nn.Module, str]]:
 
 
 def _if_possible(
-    can_gather: Callable[[], bool], should_save: Callable[..., bool]
+    can_gather: Callable[[], bool],
+    has_saved: Callable[[], bool],
+    should_save: Callable[..., bool],
 ) -> Callable[..., bool]:
     """Whether to save after an exception, where the other stages can be waited for."""
 
     def should_save_here(callback: ModelCheckpoint, trainer: Any) -> bool:
         if not should_save(callback, trainer):
             return False
-        if not can_gather():
+        if not can_gather() and not has_saved():
             saving.warn_of_loss("The state at the exception")
         return can_gather()
 

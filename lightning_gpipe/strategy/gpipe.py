@@ -260,7 +260,7 @@ class GPipeStrategy(ProcessesStrategy):
         read = partial(super().load_checkpoint, checkpoint_path, weights_only)
         checkpoint = saving.read(read, checkpoint_path)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            saving.warn_of_difference(checkpoint, self.chunks)
+            self.go_on_from(checkpoint)
         return checkpoint
 
     @override

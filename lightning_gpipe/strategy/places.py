@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.strategy import advice
+from lightning_gpipe.strategy import advice, saving
 from lightning_gpipe.strategy.world import Layout
 
 
@@ -33,6 +34,7 @@ class PlacedStrategy(ParallelStrategy):
         self._settings = settings
         self._has_warned = False
         self._settled_chunks: int | None = None
+        self._chunks_before: int | None = None  # of the checkpoint that a run goes on from
 
     def __repr__(self) -> str:
         chosen = (
@@ -76,6 +78,16 @@ class PlacedStrategy(ParallelStrategy):
     def settle_chunks(self, chunks: int) -> None:
         """Tell which M is used."""
         self._settled_chunks = chunks
+        saving.warn_of_difference(self._chunks_before, chunks)
+        self._chunks_before = None
+
+    def go_on_from(self, checkpoint: Mapping[str, Any]) -> None:
+        """Warn when a run goes on with another M, as soon as its own is known."""
+        before = checkpoint.get(saving.RECORD, {}).get("chunks")
+        if self._settings.chunks == "auto" and self._settled_chunks is None:
+            self._chunks_before = before
+        else:
+            saving.warn_of_difference(before, self.chunks)
 
     @property
     def replicas(self) -> int:

@@ -101,6 +101,7 @@ class Run:
                     self.pipeline,
                     world.groups,
                     self.can_gather,
+                    lambda: world.has_saved,
                     averages=trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING),
                 )
             )

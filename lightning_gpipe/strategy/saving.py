@@ -57,14 +57,13 @@ def read(load: Callable[[], Any], path: Any) -> dict[str, Any]:
     return dict(checkpoint)
 
 
-def warn_of_difference(checkpoint: Mapping[str, Any], chunks: int) -> None:
+def warn_of_difference(before: int | None, chunks: int) -> None:
     """Warn when a run goes on with another number of micro-batches.
 
     Args:
-        checkpoint: What is resumed from.
+        before: M of the run whose checkpoint is resumed from; None: it isn't known.
         chunks: M of this run.
     """
-    before = checkpoint.get(RECORD, {}).get("chunks")
     if before not in (None, chunks):
         rank_zero_warn(
             f"The checkpoint was trained with {before} micro-batches a mini-batch, and this run has"
