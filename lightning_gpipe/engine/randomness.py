@@ -61,15 +61,16 @@ class LayerRandomness:
                 _set_state(generator, state)
 
     @contextmanager
-    def run(self, key: tuple[int, ...], seeded: frozenset[int]) -> Iterator[None]:
+    def run(self, key: tuple[int, ...], seeded: frozenset[int], watch: bool) -> Iterator[None]:
         """Run a micro-batch through the stage inside this context.
 
         Args:
             key: Numbers of the call and the micro-batch.
             seeded: What :meth:`begin` returned.
+            watch: Whether to look if a layer draws of which it isn't known; once a call is enough.
         """
         _seed_global(_seed_of(*key, min(self._all)))
-        mark = None if seeded else _global_state()
+        mark = _global_state() if watch and not seeded else None
         yield
         if mark is not None and _global_state() != mark:
             self._looks.clear()  # a layer began to draw: look again which one

@@ -270,7 +270,7 @@ class Stage:
     def _run(self, m: int, inputs: Tree, call: StageCall) -> Tree:
         value: Any = inputs.value()
         key, seeded = (*call.context.key, m), call.seeded
-        with self._randomness.run(key, seeded):
+        with self._randomness.run(key, seeded, watch=m == call.count - 1):
             for index, layer in self._layers.items():
                 try:
                     with self._randomness.layer(key, index, seeded):

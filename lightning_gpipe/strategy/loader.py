@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_gpipe.comm.messages import ObjectChannel, RemoteError
+from lightning_gpipe.comm.generators import SharedGenerators
+from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.reader import world_of_replicas
-from lightning_gpipe.tensors.random_state import RandomState
 
 
 class PipelineLoader:
@@ -25,8 +25,8 @@ class PipelineLoader:
 
     Args:
         loader: Any iterable of batches.
-        control: Returns the pipeline's object channel. A loader may outlive the run and must not
-            keep it: its process groups have threads.
+        shared: Returns the generators that stages share, with their channel. A loader may outlive a
+            run and must not keep it: its process groups have threads.
         replica: This rank's pipeline.
         replicas: D.
     """
@@ -34,21 +34,22 @@ class PipelineLoader:
     def __init__(
         self,
         loader: Iterable[Any],
-        control: Callable[[], ObjectChannel],
+        shared: Callable[[], SharedGenerators],
         replica: int,
         replicas: int,
     ) -> None:
         if isinstance(loader, PipelineLoader):  # wrapped for an earlier run
             loader = loader.__dict__["_loader"]
         self.__dict__["_loader"] = loader
-        self.__dict__["_control"] = control
+        self.__dict__["_shared"] = shared
         self.__dict__["_place"] = replica, replicas
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate. Collective over the pipeline, and so is every ``next``."""
-        control = self._control()
+        shared = self._shared()
+        control = shared.channel
         if control.index == 0:
-            yield from self._read(control)
+            yield from self._read(shared)
             return
         seen = self._seen
         if seen is not None:
@@ -58,13 +59,13 @@ class PipelineLoader:
             if seen is not None:
                 seen.extend(indices)
             if what == "end":
-                generators.restore(control.device)
+                shared.take(generators)
                 return
             if what == "error":
                 raise RemoteError(
                     f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}"
                 )
-            generators.restore(control.device)
+            shared.take(generators)
             yield value
 
     def __len__(self) -> int:
@@ -85,8 +86,8 @@ class PipelineLoader:
         sampler = getattr(self._loader, "batch_sampler", None)
         return _lightning.seen_indices(sampler)
 
-    def _read(self, control: ObjectChannel) -> Iterator[Any]:
-        sent = 0
+    def _read(self, shared: SharedGenerators) -> Iterator[Any]:
+        sent, control = 0, shared.channel
         try:
             with world_of_replicas(*self._place):
                 batches = iter(self._loader)
@@ -98,16 +99,14 @@ class PipelineLoader:
                     break
                 indices = (self._seen or [])[sent:]
                 sent += len(indices)
-                generators = RandomState.current(control.device)
-                control.broadcast("batch", ("batch", batch, indices, generators), source=0)
+                control.broadcast("batch", ("batch", batch, indices, shared.news()), source=0)
                 yield batch
         except Exception as error:
             control.broadcast(
                 "batch", ("error", f"{type(error).__name__}: {error}", [], None), source=0
             )
             raise
-        end: tuple[Any, ...] = ("end", None, [], RandomState.current(control.device))
-        control.broadcast("batch", end, source=0)
+        control.broadcast("batch", ("end", None, [], shared.news()), source=0)
 
 
 def _itself(loader: Iterable[Any]) -> Iterable[Any]:

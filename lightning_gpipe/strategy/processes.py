@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
@@ -214,12 +214,10 @@ class ProcessesStrategy(PlacedStrategy):
         refusals.refuse_sampler(dataloader, self.replicas, self._layout.replica)
         if self.stages == 1:
             return dataloader
-        return PipelineLoader(
-            dataloader, self._pipeline_channel, self._layout.replica, self.replicas
-        )
+        return PipelineLoader(dataloader, self._generators, self._layout.replica, self.replicas)
 
-    def _pipeline_channel(self) -> ObjectChannel:
-        return self._connected.groups.pipeline
+    def _generators(self) -> SharedGenerators:
+        return self._connected.generators
 
     @override
     def model_to_device(self) -> None:

@@ -39,7 +39,6 @@ from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import World
-from lightning_gpipe.tensors.random_state import RandomState
 
 
 class Run:
@@ -186,16 +185,9 @@ class Run:
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._guarded(), self._trial.shared():
-            self._share_generators()
+            self._world.generators.share()
             result = step(*args, **kwargs)
         return result
-
-    def _share_generators(self) -> None:
-        """Go on from the first stage's generators: a callback may have drawn on one rank alone."""
-        groups = self._world.groups
-        if groups.stages > 1:
-            own = RandomState.current(groups.device) if groups.is_first else None
-            groups.pipeline.broadcast("generators", own, source=0).restore(groups.device)
 
     @contextmanager
     def backward(self, loss: Tensor, retain: bool) -> Generator[Tensor, None, None]:

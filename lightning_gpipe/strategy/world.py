@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.engine.trial import Trial
@@ -153,6 +154,7 @@ class World:
                 raise
         self._abortable += self.groups.all_groups
         self.trial = Trial(self.groups.pipeline)
+        self.generators = SharedGenerators(self.groups.pipeline)
         self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
         environment, self._requeue = connection.environment, None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:

@@ -44,6 +44,15 @@ class RandomState:
             numpy.random.get_state() if numpy else None,
         )
 
+    def equals(self, other: RandomState) -> bool:
+        """Whether two states are the same."""
+        pairs = (self.host, other.host), (self.device, other.device)
+        return (
+            all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+            and self.python == other.python
+            and _plain(self.numpy) == _plain(other.numpy)
+        )
+
     def restore(self, device: torch.device) -> None:
         """Put the state back."""
         torch.set_rng_state(self.host)
@@ -89,6 +98,11 @@ def _module(device: torch.device) -> Any:
 def _place(device: torch.device) -> tuple[torch.device, ...]:
     """What a device module's functions want to know: of MPS there is one."""
     return () if device.type == "mps" else (device,)
+
+
+def _plain(numpy: Any) -> Any:
+    """NumPy's state as what compares by value."""
+    return numpy and (numpy[1].tobytes(), numpy[0], *numpy[2:])
 
 
 def _numpy() -> Any:
