@@ -203,9 +203,10 @@ class Executor:
         waiting = deque(action for action in actions if action.op == "B")
         self._expect_gradients(waiting, batch)
         with ExitStack() as stack:
-            stack.enter_context(preserved(self._device))
-            for stage in self._stages.values():
-                stack.enter_context(stage.preserved_generators())
+            if any(action.op != "B" for action in actions):  # layers run
+                stack.enter_context(preserved(self._device))
+                for stage in self._stages.values():
+                    stack.enter_context(stage.preserved_generators())
             for position, action in enumerate(actions):
                 match action.op:
                     case "F":

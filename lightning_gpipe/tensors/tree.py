@@ -86,6 +86,8 @@ class Tree:
                     " dicts, named tuples or classes registered with PyTorch's pytree registry"
                     " (torch.utils._pytree.register_dataclass)."
                 )
+        if len(leaves) == 1:
+            return cls(leaves, Structure(spec, None))
         single, places = _each_once(leaves)
         return cls(single, Structure(spec, places), _in_common_memory(single))
 
