@@ -142,9 +142,9 @@ class Steering:
         """What is wrong with what a loss or the backbone's input depends on."""
         if any(start <= n < end for n in behind.nodes for start, end in self._forwards):
             return (
-                "The loss depends on a tensor that a layer or a hook has kept while the backbone"
-                " ran, which is one micro-batch's. Return it with the backbone's output, shape"
-                " [batch, ...], and let the step use that."
+                "The loss, or the backbone's input, depends on a tensor that a layer or a hook has"
+                " kept while the backbone ran, which is one micro-batch's. Return it with the"
+                " backbone's output, shape [batch, ...], and let the step use that."
             )
         strangers = [leaf for leaf in behind.leaves if id(leaf) not in self._known_leaves]
         if self._groups.stages > 1 and strangers:
