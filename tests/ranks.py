@@ -251,6 +251,7 @@ def _call(function: Callable[..., Any], args: Any, world: _World) -> _Answer:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        gc.collect()  # what failed leaves groups in cycles, and each has threads that wake up
 
 
 def _become(rank: int, world_size: int) -> None:

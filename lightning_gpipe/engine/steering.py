@@ -169,8 +169,6 @@ class Steering:
             raise RuntimeError(
                 "A backward reached the backbone without the strategy knowing of it. In manual"
                 " optimization call self.manual_backward(loss), not loss.backward()."
-                " torch.autograd.grad through the backbone is not supported: for gradients of an"
-                " input call the module outside the Trainer."
             )
         self._announced.popleft()
         is_first, self._is_first = self._is_first, False

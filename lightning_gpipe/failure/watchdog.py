@@ -119,7 +119,7 @@ class Watchdog:
     def close(self) -> None:
         """End the thread: this process's part of the run is over."""
         if self._aborting is not None:
-            self._aborting.join(self._deadlines.grace_s)
+            self._aborting.join(self._deadlines.abort_s)
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(2 * self._deadlines.grace_s)

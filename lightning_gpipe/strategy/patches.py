@@ -204,6 +204,11 @@ AUTOGRAD_BACKWARD = Target(
     "backward",
     "with one stage, loss.backward() needs nobody else",
 )
+AUTOGRAD_GRAD = Target(
+    "torch.autograd",
+    "grad",
+    "through the backbone it would not find what stands before it, on other stages than the first",
+)
 SIGTERM_BROADCAST = Target(
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_broadcast_sigterm_tensor",
@@ -242,6 +247,7 @@ TARGETS = (
     SAVE_ON_EXCEPTION,
     LOG_GRAPH,
     AUTOGRAD_BACKWARD,
+    AUTOGRAD_GRAD,
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
     BATCH_SIZE_FILE,

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from lightning_gpipe.strategy import _lightning
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_LEAVE_S = 10.0
+_LEAVE_S = 3.0
 #: Where the processes met before an error.
 _met: list[Any] = []
 

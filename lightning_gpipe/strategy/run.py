@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.engine.autograd import Behind
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
@@ -118,6 +119,8 @@ class Run:
             if world.groups.stages == 1:
                 steered = partial(_backward_alone, self, torch.autograd.backward)
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
+            grad = partial(_grad_outside, torch.autograd.grad)
+            undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
@@ -293,6 +296,19 @@ def _backward_alone(
     loss = torch.stack([tensor.sum() for tensor in listed]).sum()  # leads to the same graph
     with run.backward(loss, bool(retain_graph)):
         call()
+
+
+def _grad_outside(
+    grad: Callable[..., Any], outputs: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    """Compute gradients with ``torch.autograd.grad``, where that doesn't lead to the backbone."""
+    listed = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if Behind.of([tensor for tensor in listed if isinstance(tensor, Tensor)]).calls:
+        raise RuntimeError(
+            "torch.autograd.grad through the backbone is not supported: for gradients of an input"
+            " call the module outside the Trainer."
+        )
+    return grad(outputs, *args, **kwargs)
 
 
 def _end_on_sigterm(loop: Any) -> None:
