@@ -27,7 +27,7 @@ from tests.ranks import start_ranks
 from tests.training import train
 
 RANKS = 3  # a first, a middle and a last stage
-LIMIT_S = 20.0  # from the failure to the last end, groups that block included (see Deadlines)
+LIMIT_S = 30.0  # from the failure to the last end, groups that block included (see Deadlines)
 SILENT = ("kill", "segfault", "exit")  # what ends a process before it can say anything
 #: What is told of a failure, where it isn't "broken in" its place.
 MESSAGES = {
