@@ -57,6 +57,40 @@ class Sum(nn.Module):
         return torch.cat([t.tanh() for t in pair], dim=1)[:, :WIDTH] + pair[1].sum(1, keepdim=True)
 
 
+class Copies(Twice):
+    """Two tensors of their own."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.tanh(), y.sin()
+
+
+class Add(nn.Module):
+    """Gives both of its inputs one gradient, which is one tensor."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+class OneGradient(models.Module):
+    def build(self) -> None:
+        self.backbone = nn.Sequential(Copies(), Add(), Copies(), Add())
+
+
+class OneGradientOutside(models.Module):
+    """The same before the backbone and behind it, in one micro-batch."""
+
+    chunks = 1
+
+    def build(self) -> None:
+        self.before = Copies()
+        self.backbone = nn.Sequential(Add(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Copies())
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.backbone(self.before(x))
+        return first + second
+
+
 class Same(models.Module):
     def build(self) -> None:
         self.backbone = nn.Sequential(Twice(), InPlace(), InPlace(), Sum())
@@ -116,12 +150,15 @@ def weights(kind: type[models.Module], state: Any) -> Any:
     devices = torch.distributed.get_world_size()
     layers = len(module.backbone) - devices + 1
     balance = [1] * (devices - 1) + [layers]  # cuts behind the first ones
-    strategy = GPipeStrategy(3, checkpoint="except_last", balance=balance)
+    chunks = getattr(kind, "chunks", 3)
+    strategy = GPipeStrategy(chunks, checkpoint="except_last", balance=balance)
     return train(module, max_steps=3, devices=devices, strategy=strategy)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("kind", [Same, Input, Output, OverlappingUnchanged])
+@pytest.mark.parametrize(
+    "kind", [Same, Input, Output, OverlappingUnchanged, OneGradient, OneGradientOutside]
+)
 def test_one_tensor_in_two_places(kind: type[models.Module], stages: int) -> None:
     state, plain = expected(kind, {"max_steps": 3})
     found = run_ranks(weights, stages, kind, state)[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.tensors import strides
-from lightning_gpipe.tensors.tree import Structure, Tree
+from lightning_gpipe.tensors.tree import Tree, TreeStructure
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Signature:
         in_common: Leaves that share memory on the sender; see :class:`Tree`.
     """
 
-    spec: Structure
+    spec: TreeStructure
     leaves: tuple[Any, ...]
     tensor_types: tuple[TensorType, ...]
     requires_grad: tuple[bool, ...]

@@ -251,8 +251,7 @@ class Executor:
         def hand_on(gradients: Sequence[Tensor | None]) -> None:
             nonlocal is_waited_for
             is_waited_for = False
-            tree = Tree.of(list(gradients), "A gradient")
-            sink.send(m, tree, [False] * len(gradients), training=True)
+            sink.send(m, Tree.of_gradients(gradients), [False] * len(gradients), training=True)
 
         gradients: Sequence[Tensor | None] = []
         if call.micro_batches[m].needs_backward:

@@ -114,4 +114,4 @@ class BatchOutput:
         """The gradients of a micro-batch's output, once, of the leaves that want one."""
         row, flags = self._rows.pop(m), self._flags[m]
         wanted = [gradient for gradient, wants in zip(row, flags, strict=True) if wants]
-        return Tree.of(wanted, "A gradient"), [False] * len(wanted)
+        return Tree.of_gradients(wanted), [False] * len(wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 # PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model
 # outputs register with.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 Leaf: TypeAlias = Any
 
@@ -30,7 +31,7 @@ CONSTANTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class TreeStructure:
     """What stands around the leaves of a tree; compares by value.
 
     Args:
@@ -55,7 +56,7 @@ class Tree:
     """
 
     leaves: list[Leaf]
-    spec: Structure
+    spec: TreeStructure
     in_common: tuple[int, ...] = ()
 
     @classmethod
@@ -87,9 +88,14 @@ class Tree:
                     " (torch.utils._pytree.register_dataclass)."
                 )
         if len(leaves) == 1:
-            return cls(leaves, Structure(spec, None))
+            return cls(leaves, TreeStructure(spec, None))
         single, places = _each_once(leaves)
-        return cls(single, Structure(spec, places), _in_common_memory(single))
+        return cls(single, TreeStructure(spec, places), _in_common_memory(single))
+
+    @classmethod
+    def of_gradients(cls, gradients: Sequence[Tensor | None]) -> Tree:
+        """A list of gradients: each in its place, though one tensor may be the gradient of two."""
+        return cls(list(gradients), TreeStructure(tree_structure(list(gradients)), None))
 
     def value(self) -> Any:
         """The pytree again."""
