@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests import scripts
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -85,15 +86,9 @@ def test_a_number_out_of_range_is_refused_by_name(parse: Any) -> None:
 )
 def test_it_trains(arguments: list[str], expected: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train.py"), "fit", *arguments]
-    done = subprocess.run(
-        [*command, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    screen = done.stdout + done.stderr
-    assert done.returncode == 0, screen
+    command += ["--trainer.max_epochs=1", "--trainer.limit_train_batches=3"]
+    code, screen = scripts.run(command, 240, cwd=tmp_path)
+    assert code == 0, screen
     assert expected in screen
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in screen
     (path,) = tmp_path.glob("*logs/**/config.yaml")

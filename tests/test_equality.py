@@ -35,7 +35,7 @@ CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
     "accumulation": (models.Around, 4),
 }
 #: The modes in which each optimizer trains: what it does with gradients doesn't depend on them.
-MODES = {"sgd": ("always", "except_last", "never"), "adamw": ("except_last",)}
+MODES = {"sgd": ("always", "never"), "adamw": ("except_last",)}
 
 
 def options_of(case: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def options_of(case: str) -> dict[str, Any]:
 def pipeline_runs(
     case: str, stages: int, initial: dict[str, dict[str, torch.Tensor]]
 ) -> dict[tuple[str, str], Any]:
-    """Train a case in every mode, and with both optimizers, on this rank."""
+    """Train a case in every mode, and with two optimizers, on this rank."""
     kind, chunks = CASES[case]
     results = {}
     for optimizer, state in initial.items():

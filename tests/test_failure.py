@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gpipe.strategy import launcher
 from tests import failing, models
 from tests.ranks import start_ranks
+from tests.scripts import Script
 from tests.training import train
 
 RANKS = 3  # a first, a middle and a last stage
@@ -180,7 +181,7 @@ def by_the_launcher(
     where: str, rank: int, start: str = "popen", ranks: int = 2
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.failing", "--rank", str(rank), "--where", where]
-    return subprocess.Popen(
+    return Script(
         [*command, "--start", start, "--ranks", str(ranks)],
         env={
             **{k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")},

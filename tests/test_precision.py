@@ -87,8 +87,8 @@ def test_bits_do_not_depend_on_the_number_of_stages(precision: str, clip: str) -
     if precision == "16-mixed":
         assert scales[-1] < 2.0**20, "it did overflow"
         assert max(scales) > min(scales), "and some steps were made"
-    replicas = run_ranks(run, 4, precision, 3, 2, CLIPS[clip])
-    assert all(rank[1] == replicas[0][1] for rank in replicas)
+        replicas = run_ranks(run, 4, precision, 3, 2, CLIPS[clip])
+        assert all(rank[1] == replicas[0][1] for rank in replicas), "and so do all replicas"
 
 
 @pytest.mark.parametrize("clip", ["none", "norm"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gpipe import GPipeStrategy
-from tests import wandb_file
+from tests import scripts, wandb_file
 from tests.compatibility.rows import STAGES, Module, Refused, Row, Rows, Shown, check, logged
 from tests.ranks import run_ranks
 from tests.training import trainer
@@ -102,19 +101,11 @@ def mlflow_metrics(run: L.Trainer, module: Any, folder: Path) -> Any:
 
 def wandb_run(folder: Path) -> None:
     """The example, offline: one run, with the pipeline in its configuration."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "examples" / "digits.py"),
-            *("--logger", "wandb", "--stages", "2", "--epochs", "1"),
-        ],
-        env={**os.environ, "WANDB_MODE": "offline"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, str(ROOT / "examples" / "digits.py")]
+    options = ["--logger", "wandb", "--stages", "2", "--epochs", "1"]
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    code, screen = scripts.run([*command, *options], 240, env=environment, cwd=folder)
+    assert code == 0, screen
     (run,) = (folder / "logs" / "wandb").glob("*-run-*/*.wandb")
     config, history = wandb_file.read(run)
     settings = config["gpipe"]
