@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 HOST = "127.0.0.1"
-AFTER_FAILURE_S = 10.0  # for all other ranks to end when one has failed
+AFTER_FAILURE_S = 20.0  # for all other ranks to end when one has failed
+_ABORT_S = 10.0  # for the groups of a run that failed to end
 _TIMEOUT = timedelta(seconds=60)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
@@ -288,7 +289,7 @@ def _leave() -> None:
     """Leave the world, if there is one, so that no rank waits for this one."""
     for thread in threading.enumerate():
         if thread.name == "gpipe-abort":  # it would abort the next world
-            thread.join(AFTER_FAILURE_S)
+            thread.join(_ABORT_S)
     gc.collect()  # groups end with their last reference, which a traceback may have held
     if dist.is_initialized():
         dist.destroy_process_group()

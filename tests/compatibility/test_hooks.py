@@ -143,7 +143,6 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tupl
     }
 
 
-pytestmark = pytest.mark.xdist_group("hooks")  # the traces are made once
 ROWS = [(section, name) for section, names in HOOKS.items() for name in names]
 
 
