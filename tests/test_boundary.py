@@ -54,7 +54,9 @@ def exchange(seed: int) -> None:
     calls = sequence(seed)
     rank = dist.get_rank()
     groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=20)) for _ in range(2)]
-    channel = Channel(1 - rank, groups[0], groups[1], torch.device("cpu"), through_host=True)
+    channel = Channel(
+        1 - rank, 1 - rank, groups[0], groups[1], torch.device("cpu"), through_host=True
+    )
     sender, receiver = Sender(channel), Receiver(channel)
     for call in calls:
         flags = [

@@ -151,6 +151,6 @@ class Groups:
         if not 0 <= neighbour < self.stages:
             return None
         pipeline, lane = self.pipeline, lanes[min(self.stage, neighbour) % len(lanes)]
-        return Channel(
-            self.ranks[neighbour], pipeline.host, lane, self.device, pipeline.through_host
-        )
+        rank = self.ranks[neighbour]
+        place = dist.get_group_rank(pipeline.host, rank)
+        return Channel(rank, place, pipeline.host, lane, self.device, pipeline.through_host)

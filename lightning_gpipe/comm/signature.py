@@ -81,17 +81,16 @@ class Signature:
 
     def matches(self, tree: Tree, requires_grad: Sequence[bool]) -> bool:
         """Whether a boundary has this signature; ``1`` and ``True`` are not the same."""
-        return (
-            len(tree.leaves) == len(self.leaves)
-            and all(
-                kind.matches(leaf, wants)
-                if isinstance(kind, TensorType)
-                else type(kind) is type(leaf) and bool(kind == leaf)
-                for kind, leaf, wants in zip(self.leaves, tree.leaves, requires_grad, strict=True)
-            )
-            and tree.spec == self.spec
-            and tree.in_common == self.in_common
-        )
+        if len(tree.leaves) != len(self.leaves):
+            return False
+        for kind, leaf, wants in zip(self.leaves, tree.leaves, requires_grad, strict=True):
+            if isinstance(kind, TensorType):
+                if not kind.matches(leaf, wants):
+                    return False
+            elif type(kind) is not type(leaf) or kind != leaf:
+                return False
+        same = tree.spec is self.spec or tree.spec == self.spec
+        return same and tree.in_common == self.in_common
 
     def fill(self, tensors: Iterable[Tensor]) -> Tree:
         """A boundary of this signature around the given tensors."""

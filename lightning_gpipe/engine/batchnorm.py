@@ -15,7 +15,7 @@ InstanceNorm that tracks running statistics is treated alike; its are averages o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,12 +95,14 @@ class DeferredBatchNorm:
             )
         self._shares = [sum(m) / m[across.index] for m in zip(*all_sizes, strict=True)]
 
-    @contextmanager
-    def micro_batch(self, recompute: bool) -> Iterator[None]:
+    def micro_batch(self, recompute: bool) -> AbstractContextManager[None]:
         """Run one micro-batch's forward through the stage inside this context."""
         if not self._layers or not (self._deferred or recompute):
-            yield
-            return
+            return nullcontext()
+        return self._micro_batch(recompute)
+
+    @contextmanager
+    def _micro_batch(self, recompute: bool) -> Iterator[None]:
         self._active, self._recompute = {}, recompute
         kept = [(layer, layer.momentum, dict(layer._buffers)) for layer in self._layers]
         try:

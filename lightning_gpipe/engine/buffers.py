@@ -13,7 +13,7 @@ The running statistics of batch norm are not looked at here; see
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,7 +82,6 @@ class LayerBuffers:
         self._looks[modes] = self._looks.get(modes, 0) + 1
         return CallBuffers(_copies(places), {place: _mark(place.buffer) for place in places})
 
-    @contextmanager
     def forward(
         self,
         call: CallBuffers | None,
@@ -90,7 +89,7 @@ class LayerBuffers:
         m: int,
         micro_batches: int,
         keep_graph: bool,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Run a micro-batch's forward inside this context.
 
         Args:
@@ -106,8 +105,18 @@ class LayerBuffers:
                 to know which values the micro-batches met.
         """
         if call is None:
-            yield
-            return
+            return nullcontext()
+        return self._forward(call, modes, m, micro_batches, keep_graph)
+
+    @contextmanager
+    def _forward(
+        self,
+        call: CallBuffers,
+        modes: tuple[bool, ...],
+        m: int,
+        micro_batches: int,
+        keep_graph: bool,
+    ) -> Iterator[None]:
         met = _copies(self._moving)
         if keep_graph:
             _install(met)

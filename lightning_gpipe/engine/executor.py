@@ -195,11 +195,10 @@ class Executor:
         retain: bool,
         before_last: BeforeLast | None,
     ) -> None:
-        for action in actions:
-            if action.op == "F":
-                self._activations_in(action, batch).expect(
-                    [action.micro_batch], torch.is_grad_enabled()
-                )
+        for index in self._stages:
+            order = [m for stage, op, m in actions if op == "F" and stage == index]
+            if order:
+                self._activations_in(index, batch).expect(order, torch.is_grad_enabled())
         waiting = deque(action for action in actions if action.op == "B")
         self._expect_gradients(waiting, batch)
         with ExitStack() as stack:
@@ -222,7 +221,7 @@ class Executor:
     def _forward(self, action: Action, batch: MiniBatch) -> None:
         index, _, m = action
         call = batch.calls[index]
-        inputs, flags = self._activations_in(action, batch).take(m)
+        inputs, flags = self._activations_in(index, batch).take(m)
         inputs = self._trial.take(inputs)
         outputs: Tree | None = None
         if not self._trial.has_failed:
@@ -255,7 +254,7 @@ class Executor:
 
         gradients: Sequence[Tensor | None] = []
         if call.micro_batches[m].needs_backward:
-            gradients = self._trial.take(self._gradients_in(action, batch).take(m)[0]).leaves
+            gradients = self._trial.take(self._gradients_in(index, batch).take(m)[0]).leaves
         if not self._trial.has_failed:
             with self._trial.attempt():
                 self._stages[index].backward(call, m, gradients, retain, hand_on, also)
@@ -266,17 +265,20 @@ class Executor:
 
     def _expect_gradients(self, waiting: deque[Action], batch: MiniBatch) -> None:
         """Announce the backwards of which it is known whether they get a gradient."""
+        orders: dict[int, list[int]] = {}
         while waiting:
-            action = waiting[0]
-            record = batch.calls[action.stage].micro_batches.get(action.micro_batch)
+            stage, _, m = waiting[0]
+            record = batch.calls[stage].micro_batches.get(m)
             if record is None:
-                return
+                break
             if record.needs_backward:
-                self._gradients_in(action, batch).expect([action.micro_batch], training=True)
+                orders.setdefault(stage, []).append(m)
             waiting.popleft()
+        for stage, order in orders.items():
+            self._gradients_in(stage, batch).expect(order, training=True)
 
-    def _activations_in(self, action: Action, batch: MiniBatch) -> Source:
-        return self._links[action.stage].activations_in or batch.input_side
+    def _activations_in(self, stage: int, batch: MiniBatch) -> Source:
+        return self._links[stage].activations_in or batch.input_side
 
-    def _gradients_in(self, action: Action, batch: MiniBatch) -> Source:
-        return self._links[action.stage].gradients_in or batch.output_side
+    def _gradients_in(self, stage: int, batch: MiniBatch) -> Source:
+        return self._links[stage].gradients_in or batch.output_side

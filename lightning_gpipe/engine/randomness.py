@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class LayerRandomness:
 
     def __init__(self, layers: Mapping[int, nn.Module], device: torch.device) -> None:
         self._device = device
-        self._all = frozenset(layers)
+        self._all, self._first = frozenset(layers), min(layers, default=0)
         self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
         self._draw: set[int] = set()
         self._looks: dict[tuple[bool, ...], int] = {}
@@ -60,8 +60,9 @@ class LayerRandomness:
             for generator, state in states:
                 _set_state(generator, state)
 
-    @contextmanager
-    def run(self, key: tuple[int, ...], seeded: frozenset[int], watch: bool) -> Iterator[None]:
+    def run(
+        self, key: tuple[int, ...], seeded: frozenset[int], watch: bool
+    ) -> AbstractContextManager[None]:
         """Run a micro-batch through the stage inside this context.
 
         Args:
@@ -69,14 +70,19 @@ class LayerRandomness:
             seeded: What :meth:`begin` returned.
             watch: Whether to look if a layer draws of which it isn't known; once a call is enough.
         """
-        _seed_global(_seed_of(*key, min(self._all)))
-        mark = _global_state() if watch and not seeded else None
-        yield
-        if mark is not None and _global_state() != mark:
-            self._looks.clear()  # a layer began to draw: look again which one
+        seed = _seed_of(*key, self._first)
+        _seed_global(seed)
+        return self._watched(seed) if watch and not seeded else nullcontext()
 
     @contextmanager
-    def layer(self, key: tuple[int, ...], index: int, seeded: frozenset[int]) -> Iterator[None]:
+    def _watched(self, seed: int) -> Iterator[None]:
+        yield
+        if _have_moved(seed):
+            self._looks.clear()  # a layer began to draw: look again which one
+
+    def layer(
+        self, key: tuple[int, ...], index: int, seeded: frozenset[int]
+    ) -> AbstractContextManager[None]:
         """Run a layer inside this context.
 
         Args:
@@ -88,12 +94,16 @@ class LayerRandomness:
         seed_torch(self._device, seed)
         for number, (generator, first_seed) in enumerate(self._own[index]):
             _seed(generator, _seed_of(seed, number, first_seed))
-        mark = None
         if index in seeded:
             _seed_global(seed)
-            mark = _global_state() if index not in self._draw else None
+            if index not in self._draw:
+                return self._watched_layer(index, seed)
+        return nullcontext()
+
+    @contextmanager
+    def _watched_layer(self, index: int, seed: int) -> Iterator[None]:
         yield
-        if mark is not None and _global_state() != mark:
+        if _have_moved(seed):
             self._draw.add(index)
 
 
@@ -111,13 +121,23 @@ def _seed_global(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _global_state() -> tuple[Any, ...]:
-    """What tells whether somebody drew from Python's or NumPy's generator."""
+def _have_moved(seed: int) -> bool:
+    """Whether somebody drew from Python's or NumPy's generator since they were seeded.
+
+    Their next numbers tell; reading their states takes ten times as long. Seeds them again.
+    """
+    found = _next_numbers()
+    _seed_global(seed)
+    moved = found != _next_numbers()
+    _seed_global(seed)
+    return moved
+
+
+def _next_numbers() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *rest
+    # NumPy keeps every second number of a normal distribution: of two, the first may be that
+    own = () if numpy is None else (*numpy.random.standard_normal(2), numpy.random.random())
+    return random.gauss(), random.getrandbits(64), *own
 
 
 def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:

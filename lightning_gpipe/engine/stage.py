@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -160,24 +160,21 @@ class Stage:
         Returns:
             The output, without a graph.
         """
-        record = call.micro_batches[m] = MicroBatch(requires_grad)
-        with ExitStack() as stack:
-            entered = _copied(inputs)
-            if torch.is_grad_enabled():
-                if not keep_graph:
-                    stack.enter_context(saved_tensors_hooks(_drop, _dropped))
-                entered = _entered(inputs, record)
-            stack.enter_context(
-                self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph)
-            )
-            stack.enter_context(self._batch_norm.micro_batch(recompute=False))
+        record, trains = MicroBatch(requires_grad), torch.is_grad_enabled()
+        call.micro_batches[m] = record
+        drops = trains and not keep_graph
+        with (
+            saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
+            self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
+            self._batch_norm.micro_batch(recompute=False),
+        ):
+            entered = _entered(inputs, record) if trains else _copied(inputs)
             before = _marks(entered)
             outputs = self._run(m, entered, call)
             if _marks(entered) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
         record.output_requires_grad = [
-            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
-            for t in outputs.leaves
+            trains and isinstance(t, Tensor) and t.requires_grad for t in outputs.leaves
         ]
         if record.needs_backward:
             if keep_graph:
@@ -270,18 +267,19 @@ class Stage:
     def _run(self, m: int, inputs: Tree, call: StageCall) -> Tree:
         value: Any = inputs.value()
         key, seeded = (*call.context.key, m), call.seeded
+        run_layer, seed = call.context.run_layer, self._randomness.layer
         with self._randomness.run(key, seeded, watch=m == call.count - 1):
-            for index, layer in self._layers.items():
-                try:
-                    with self._randomness.layer(key, index, seeded):
-                        value = call.context.run_layer(index, layer, value)
-                except Exception as error:
-                    if hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note(
-                            f"In layer {index} ({type(layer).__name__}) of the backbone,"
-                            f" micro-batch {m}."
-                        )
-                    raise
+            try:
+                for index, layer in self._layers.items():
+                    with seed(key, index, seeded):
+                        value = run_layer(index, layer, value)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(
+                        f"In layer {index} ({type(layer).__name__}) of the backbone,"
+                        f" micro-batch {m}."
+                    )
+                raise
         return Tree.of(value, f"The output of layer {next(reversed(self._layers))} of the backbone")
 
     @contextmanager

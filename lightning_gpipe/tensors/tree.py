@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,9 @@ class TreeStructure:
     places: tuple[int, ...] | None
 
 
+_ONE = TreeStructure(tree_structure(0), None)  # a leaf by itself
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A flattened pytree.
@@ -71,7 +75,7 @@ class Tree:
             TypeError: If a leaf is something else, whose tensors could not be found, or a tensor
                 without strides.
         """
-        leaves, spec = tree_flatten(value)
+        leaves, spec = ([value], _ONE.spec) if isinstance(value, Tensor) else tree_flatten(value)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
                 kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
@@ -88,14 +92,14 @@ class Tree:
                     " (torch.utils._pytree.register_dataclass)."
                 )
         if len(leaves) == 1:
-            return cls(leaves, TreeStructure(spec, None))
+            return cls(leaves, _ONE if spec is _ONE.spec else TreeStructure(spec, None))
         single, places = _each_once(leaves)
         return cls(single, TreeStructure(spec, places), _in_common_memory(single))
 
     @classmethod
     def of_gradients(cls, gradients: Sequence[Tensor | None]) -> Tree:
         """A list of gradients: each in its place, though one tensor may be the gradient of two."""
-        return cls(list(gradients), TreeStructure(tree_structure(list(gradients)), None))
+        return cls(list(gradients), _list_of(len(gradients)))
 
     def value(self) -> Any:
         """The pytree again."""
@@ -114,6 +118,12 @@ class Tree:
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+@cache
+def _list_of(length: int) -> TreeStructure:
+    """The structure of a list of leaves."""
+    return TreeStructure(tree_structure([0] * length), None)
 
 
 def _each_once(leaves: list[Leaf]) -> tuple[list[Leaf], tuple[int, ...] | None]:
