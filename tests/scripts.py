@@ -21,6 +21,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 _ASIDE = 2  # processes that a script may start
 _MESSAGE = 1 << 18  # bytes
 _TICK_S = 0.02
@@ -49,7 +51,7 @@ class Script(subprocess.Popen[str]):
 
     def _execute_child(self, args: Any, *options: Any) -> None:
         """Called by ``subprocess.Popen`` to start the process."""
-        _, _, _, _, cwd, env, _, _, _, _, _, _, written, _, errors, _, _, _, _, _, own, *_ = options
+        cwd, env, written, errors, own = (options[i] for i in (4, 5, 12, 14, 20))
         start = {
             "arguments": args[1:],
             "folder": str(cwd or os.getcwd()),
@@ -57,17 +59,9 @@ class Script(subprocess.Popen[str]):
             "own_session": bool(own),
         }
         screens = [1 if written == -1 else written, 2 if errors == -1 else errors]
-        server = _the_server()
-        socket.send_fds(server, [json.dumps(start).encode()], screens)
-        while True:
-            pid, *code = json.loads(server.recv(_MESSAGE))
-            if not code:
-                break
-            _ended[pid] = code[0]
-        self.pid: int = pid
+        self.pid: int = _fork(start, screens)
         self._child_created = True
-        for end in {written, errors} - {-1, 1, 2}:
-            os.close(end)
+        self._close_pipe_fds(*options[9:15])  # type: ignore[attr-defined]
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         while self.returncode is None and _server and select.select([_server], [], [], 0)[0]:
@@ -84,6 +78,26 @@ class Script(subprocess.Popen[str]):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             time.sleep(_TICK_S)
         return code
+
+
+def _fork(start: dict[str, Any], screens: list[int]) -> int:
+    """Let the server start a script; returns its process."""
+    global _server
+    server = _the_server()
+    try:
+        socket.send_fds(server, [json.dumps(start).encode()], screens)
+        while True:
+            message = server.recv(_MESSAGE)
+            if not message:
+                raise RuntimeError("The server of scripts has ended.")
+            pid, *code = json.loads(message)
+            if not code:
+                return int(pid)
+            _ended[pid] = code[0]
+    except BaseException:  # its answer may still come: it must not be taken for another's
+        server.close()
+        _server = None
+        raise
 
 
 def _the_server() -> socket.socket:
@@ -103,10 +117,16 @@ def _the_server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> dict[str, Any]:
     """Fork for every request until the tests have ended. Returns in the forked processes."""
+    running: set[int] = set()
     while True:
         if select.select([requests], [], [], _TICK_S)[0]:
-            message, screens, _, _ = socket.recv_fds(requests, _MESSAGE, 2)
+            try:
+                message, screens, _, _ = socket.recv_fds(requests, _MESSAGE, 2)
+            except ConnectionError:
+                message = b""
             if not message:
+                for script in running:
+                    os.kill(script, signal.SIGKILL)
                 os._exit(0)
             pid = os.fork()
             if pid == 0:
@@ -120,12 +140,14 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
                 if start["own_session"]:
                     os.setsid()
                 return start
+            running.add(pid)
             requests.send(json.dumps([pid]).encode())
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             continue
         if pid:
+            running.discard(pid)
             requests.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
 
 
@@ -146,6 +168,7 @@ def _put_aside() -> tuple[list[tuple[int, int]], dict[str, Any]]:
             continue
         for end in (writer, *(end for _, end in aside)):
             os.close(end)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
         message = os.read(reader, _MESSAGE)
         if not message:
             os._exit(0)  # the script has ended
@@ -163,6 +186,7 @@ def _main() -> None:
     start = _serve(socket.socket(fileno=int(sys.argv[1])))
     aside, instead = _put_aside()
     start = instead or start
+    numpy.random.seed()  # as a process that has imported it itself
 
     class Started(subprocess.Popen[str]):
         def _execute_child(self, args: Any, *options: Any) -> None:

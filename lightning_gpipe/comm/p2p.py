@@ -110,9 +110,9 @@ class Channel:
 
     # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
 
-    def send(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work:
-        """Send bytes to the other end, without waiting."""
-        return group.send([data], self.peer_in_group, tag)
+    def send(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+        """Send bytes to the other end, without waiting; None: there are none."""
+        return group.send([data], self.peer_in_group, tag) if data.numel() else None
 
     def receive(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
         """Receive bytes from the other end, without waiting; None: there are none."""
@@ -188,8 +188,9 @@ class Sender:
             self._post(part, *self.channel.lane(kind)[1:])
 
     def _post(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        if data.numel():
-            self._pending.append((self._sent, data, self.channel.send(data, group, tag)))
+        work = self.channel.send(data, group, tag)
+        if work is not None:
+            self._pending.append((self._sent, data, work))
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ class LayerRandomness:
     def run(
         self, key: tuple[int, ...], seeded: frozenset[int], watch: bool
     ) -> AbstractContextManager[None]:
-        """Run a micro-batch through the stage inside this context.
+        """Seed at once, and run a micro-batch through the stage inside the context.
 
         Args:
             key: Numbers of the call and the micro-batch.
@@ -83,7 +83,7 @@ class LayerRandomness:
     def layer(
         self, key: tuple[int, ...], index: int, seeded: frozenset[int]
     ) -> AbstractContextManager[None]:
-        """Run a layer inside this context.
+        """Seed at once, and run a layer inside the context.
 
         Args:
             key: Numbers of the call and the micro-batch.
@@ -137,7 +137,7 @@ def _next_numbers() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     # NumPy keeps every second number of a normal distribution: of two, the first may be that
     own = () if numpy is None else (*numpy.random.standard_normal(2), numpy.random.random())
-    return random.gauss(), random.getrandbits(64), *own
+    return random.gauss(0.0, 1.0), random.getrandbits(64), *own
 
 
 def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:

@@ -174,7 +174,8 @@ class Stage:
             if _marks(entered) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
         record.output_requires_grad = [
-            trains and isinstance(t, Tensor) and t.requires_grad for t in outputs.leaves
+            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+            for t in outputs.leaves
         ]
         if record.needs_backward:
             if keep_graph:
@@ -267,11 +268,11 @@ class Stage:
     def _run(self, m: int, inputs: Tree, call: StageCall) -> Tree:
         value: Any = inputs.value()
         key, seeded = (*call.context.key, m), call.seeded
-        run_layer, seed = call.context.run_layer, self._randomness.layer
+        run_layer, seeded_layer = call.context.run_layer, self._randomness.layer
         with self._randomness.run(key, seeded, watch=m == call.count - 1):
             try:
                 for index, layer in self._layers.items():
-                    with seed(key, index, seeded):
+                    with seeded_layer(key, index, seeded):
                         value = run_layer(index, layer, value)
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11

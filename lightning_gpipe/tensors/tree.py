@@ -44,7 +44,7 @@ class TreeStructure:
     places: tuple[int, ...] | None
 
 
-_ONE = TreeStructure(tree_structure(0), None)  # a leaf by itself
+_LEAF = TreeStructure(tree_structure(0), None)  # a leaf by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Tree:
             TypeError: If a leaf is something else, whose tensors could not be found, or a tensor
                 without strides.
         """
-        leaves, spec = ([value], _ONE.spec) if isinstance(value, Tensor) else tree_flatten(value)
+        leaves, spec = ([value], _LEAF.spec) if type(value) is Tensor else tree_flatten(value)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
                 kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
@@ -92,7 +92,7 @@ class Tree:
                     " (torch.utils._pytree.register_dataclass)."
                 )
         if len(leaves) == 1:
-            return cls(leaves, _ONE if spec is _ONE.spec else TreeStructure(spec, None))
+            return cls(leaves, _LEAF if spec is _LEAF.spec else TreeStructure(spec, None))
         single, places = _each_once(leaves)
         return cls(single, TreeStructure(spec, places), _in_common_memory(single))
 
