@@ -210,22 +210,29 @@ class Lane:
     """A thread that runs operations in the order in which they come."""
 
     def __init__(self) -> None:
-        self._operations: queue.SimpleQueue[Operation] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         threading.Thread(target=self._serve, name="strict lane", daemon=True).start()
 
     def put(self, operation: Operation) -> None:
         self._operations.put(operation)
 
+    def end(self) -> None:
+        """End the thread, once it has run what it was given."""
+        self._operations.put(None)
+
     def _serve(self) -> None:
         while True:
             operation = self._operations.get()
+            if operation is None:
+                return
             if self._broken is not None:  # nothing that comes after can be right
                 operation.fail(self._broken)
             elif not operation.done.is_set():
                 operation.execute()
                 if isinstance(operation.error, StrictError):
                     self._broken = operation.error
+            del operation  # it holds its group, and that gloo's threads
 
 
 class StrictWork(dist.Work):
@@ -497,6 +504,10 @@ class StrictGroup(dist.ProcessGroup):
         for operation in self._issued:
             wait_for(operation)
         self.is_closed = True
+        self._issued.clear()
+        for lane in (self._lane, *(lane for lane, _ in self._pairs.values())):
+            if lane not in _device_lane:
+                lane.end()
         _note("used", str(counts))
 
     def getBackendName(self) -> str:
