@@ -109,7 +109,7 @@ OPTIONS = {"limit_train_batches": 6, "max_epochs": 2}
 
 def by_pipelines(kind: str, state: Any, stages: int) -> dict[str, Any]:
     results = {}
-    for mode in ("always", "except_last"):  # of which the last micro-batch keeps its activations
+    for mode in ("always", "except_last"):  # with a recompute, and with and without one
         module = KINDS[kind]()
         module.load_state_dict(state)
         strategy = GPipeStrategy(3, stages=stages, checkpoint=mode)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "gradient_clip_val": 0.01,
     "devices": 2,
 }
-MODES = ("always", "except_last")  # of which the last micro-batch keeps its activations
+MODES = ("always", "except_last")  # with a recompute, and with and without one
 
 
 class Odd(models.Module):
