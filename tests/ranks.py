@@ -8,11 +8,14 @@ the next function in a new world of process groups.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -30,6 +33,7 @@ import torch.distributed as dist
 HOST = "127.0.0.1"
 AFTER_FAILURE_S = 20.0  # for all other ranks to end when one has failed
 _ABORT_S = 10.0  # for the groups of a run that failed to end
+_STACKS_S = 2.0  # for ranks that are late to write where they are
 _TIMEOUT = timedelta(seconds=60)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
@@ -113,13 +117,16 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         self.is_usable = True
+        self._stacks = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._world = _World(self._store.port, 0, free_port())
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world_size))
+            process = _CONTEXT.Process(
+                target=_serve, args=(theirs, rank, world_size, self._stacks.name)
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -136,6 +143,7 @@ class Pool:
         in_world = True
         waiting = dict(enumerate(self._pipes))
         end = time.monotonic() + timeout_s
+        limit = f"{timeout_s} s"
         while waiting and (ready := _wait(waiting, end)):
             for rank in ready:
                 try:
@@ -148,16 +156,27 @@ class Pool:
                     values[rank] = answer.value
                 else:
                     errors[rank] = answer.error
-                    end = min(end, time.monotonic() + AFTER_FAILURE_S)
+                    if time.monotonic() + AFTER_FAILURE_S < end:
+                        end = time.monotonic() + AFTER_FAILURE_S
+                        limit = f"{AFTER_FAILURE_S} s of the failure of rank {rank}"
         if not in_world:
             self._world = _World(self._store.port, self._world.number + 1, free_port())
         if waiting:
             self.is_usable = False
-            late = f"ranks {sorted(waiting)} did not end within {timeout_s} s"
-            raise RankError(f"{function.__name__}: {late}", errors)
+            late = f"ranks {sorted(waiting)} did not end within {limit}"
+            where = self._stacks_of(sorted(waiting))
+            raise RankError(f"{function.__name__}: {late}\n{where}", errors)
         if errors:
             raise RankError(f"{function.__name__} failed", errors)
         return [values[rank] for rank in range(len(self._pipes))]
+
+    def _stacks_of(self, ranks: list[int]) -> str:
+        """Where these ranks are, all of their threads."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR2)
+        time.sleep(_STACKS_S)
+        texts = {rank: Path(self._stacks.name, str(rank)).read_text() for rank in ranks}
+        return "\n".join(f"rank {rank} is at:\n{text}" for rank, text in texts.items())
 
     def stop(self) -> None:
         """End the processes."""
@@ -167,6 +186,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
+        self._stacks.cleanup()
 
 
 def _wait(waiting: dict[int, Connection], end: float) -> list[int]:
@@ -215,9 +235,15 @@ def _alone(
     function(*args)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int) -> None:
-    """Run functions until the pool is gone."""
-    _become(rank, world_size)
+def _serve(pipe: Connection, rank: int, world_size: int, stacks: str) -> None:
+    """Run functions until the pool is gone; on SIGUSR2, write all stacks to a file."""
+    with open(os.path.join(stacks, str(rank)), "w") as file:
+        faulthandler.register(signal.SIGUSR2, file)
+        _become(rank, world_size)
+        _run_functions(pipe, rank, world_size)
+
+
+def _run_functions(pipe: Connection, rank: int, world_size: int) -> None:
     gc.freeze()  # what is imported stays: collections after a failure needn't look at it
     world: _World | None = None
     while True:
@@ -287,9 +313,10 @@ def _join(store: dist.Store, rank: int, world_size: int) -> None:
 
 def _leave() -> None:
     """Leave the world, if there is one, so that no rank waits for this one."""
+    end = time.monotonic() + _ABORT_S
     for thread in threading.enumerate():
         if thread.name == "gpipe-abort":  # it would abort the next world
-            thread.join(_ABORT_S)
+            thread.join(max(0.0, end - time.monotonic()))
     gc.collect()  # groups end with their last reference, which a traceback may have held
     if dist.is_initialized():
         dist.destroy_process_group()
