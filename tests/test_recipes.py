@@ -138,7 +138,11 @@ BART = {
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", TINY),
     "Mistral": ("MistralForCausalLM", "MistralConfig", {**TINY, "sliding_window": 4}),
-    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**TINY, "num_local_experts": 4}),
+    "Mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**TINY, "num_local_experts": 4, "experts_implementation": "eager"},
+    ),
     "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**TINY, "use_sliding_window": True, **IN_TURN}),
     "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**TINY, "head_dim": 8, **IN_TURN}),
     "DistilBert": ("DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT),

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from lightning_gpipe.comm.messages import ObjectChannel
@@ -358,8 +359,13 @@ def _marks(inputs: Tree) -> list[Any]:
 
 
 def _roots(outputs: Tree) -> list[GradientEdge]:
-    """Where the backward begins. The outputs themselves needn't be kept for it."""
-    return [get_gradient_edge(t) for t in outputs.tensors() if t.requires_grad]
+    """Where the backward begins. The outputs themselves needn't be kept for it.
+
+    With torch 2.8 an edge doesn't keep a node that is written in Python: a view's node keeps it.
+    """
+    tensors = [t for t in outputs.tensors() if t.requires_grad]
+    views = [t.view_as(t) if isinstance(t.grad_fn, BackwardCFunction) else t for t in tensors]
+    return [get_gradient_edge(t) for t in views]
 
 
 def _drop(tensor: Tensor) -> None:
