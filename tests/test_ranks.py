@@ -42,7 +42,7 @@ def test_all_ranks_answer_and_go_on_after_an_error() -> None:
     before = run_ranks(place, 3)
     with pytest.raises(RankError, match="ValueError: rank 1 fails") as caught:
         run_ranks(fail, 3, [1])
-    assert sorted(caught.value.errors) == [0, 1, 2]
+    assert sorted(caught.value.errors) == [0, 1, 2], str(caught.value)
     assert "Connection closed" in caught.value.errors[0], "it hears that rank 1 has left"
     assert run_ranks(place, 3) == before
 
