@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import lightning as L
@@ -137,6 +138,11 @@ def test_the_same_batch_is_found_as_on_one_device(
     found = run_ranks(search, stages, layer, where, mode, state, by)
     assert [other for other, _ in found] == [size] * stages
     torch.testing.assert_close(found[0][1], weights, rtol=0, atol=1e-10)
+    assert run_ranks(watchdogs, stages) == [0] * stages, "every run has ended, a Tuner's, too"
+
+
+def watchdogs() -> int:
+    return sum(thread.name == "gpipe-watchdog" for thread in threading.enumerate())
 
 
 def begin(chunks: Any) -> None:

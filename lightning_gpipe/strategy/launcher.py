@@ -49,12 +49,17 @@ class ScriptLauncher(_lightning.ScriptLauncher):
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._finish, self._deadlines = finish, deadlines
+        self.is_running = False
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.cluster_environment.creates_processes_externally:
             self.procs = self._seen()  # an earlier Trainer's launcher has started them
-        result = super().launch(function, *args, **kwargs)
+        self.is_running = True
+        try:
+            result = super().launch(function, *args, **kwargs)
+        finally:
+            self.is_running = False
         self._finish()
         return result
 

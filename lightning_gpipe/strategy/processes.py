@@ -236,6 +236,9 @@ class ProcessesStrategy(PlacedStrategy):
             callbacks.forget_reports(self._callbacks)
             if left is not None and (left is connected or self.is_interrupted):
                 left.close()
+        launcher = self.launcher
+        if isinstance(launcher, ScriptLauncher) and not launcher.is_running:
+            self.finish()  # a Tuner has left the run: nobody else does it
 
     @property
     def _connected(self) -> World:
