@@ -390,3 +390,12 @@ def test_what_is_removed_at_the_end_leaves_the_other_weights(stages: int) -> Non
     assert set(plain) - set(found) == {"backbone.0.bias", "backbone.4.bias"}
     plain = {name: value for name, value in plain.items() if name in found}
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
+
+
+def hooks_and_replicas() -> None:
+    train(Clamped(), max_steps=1, devices=4, strategy=GPipeStrategy(2, stages=2))
+
+
+def test_hooks_on_parameters_are_refused_with_replicas() -> None:
+    with pytest.raises(RankError, match="change the average in the hook on_before_optimizer_step"):
+        run_ranks(hooks_and_replicas, 4)
