@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -196,6 +196,13 @@ def _wait(waiting: dict[int, Connection], end: float) -> list[int]:
     return [rank for rank, pipe in waiting.items() if pipe in ready]
 
 
+def stop_ranks() -> None:
+    """End all processes that wait for functions; the next call starts new ones."""
+    for pool in list(_pools.values()):
+        pool.stop()
+    _pools.clear()
+
+
 def start_ranks(
     function: Callable[..., Any], world_size: int, folder: Path, *args: Any
 ) -> list[BaseProcess]:
@@ -238,12 +245,11 @@ def _alone(
 def _serve(pipe: Connection, rank: int, world_size: int, stacks: str) -> None:
     """Run functions until the pool is gone; on SIGUSR2, write all stacks to a file."""
     with open(os.path.join(stacks, str(rank)), "w") as file:
-        faulthandler.register(signal.SIGUSR2, file)
         _become(rank, world_size)
-        _run_functions(pipe, rank, world_size)
+        _run_functions(pipe, rank, world_size, file)
 
 
-def _run_functions(pipe: Connection, rank: int, world_size: int) -> None:
+def _run_functions(pipe: Connection, rank: int, world_size: int, stacks: TextIO) -> None:
     gc.freeze()  # what is imported stays: collections after a failure needn't look at it
     world: _World | None = None
     while True:
@@ -251,6 +257,7 @@ def _run_functions(pipe: Connection, rank: int, world_size: int) -> None:
             function, args, new = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)  # peers that are stuck must not keep this rank alive
+        faulthandler.register(signal.SIGUSR2, stacks)  # a Trainer puts all signals back
         try:
             if new != world:
                 _leave()
@@ -322,8 +329,4 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-@atexit.register
-def _stop_pools() -> None:
-    for pool in list(_pools.values()):
-        pool.stop()
-    _pools.clear()
+atexit.register(stop_ranks)

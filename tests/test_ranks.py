@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_ranks, stop_ranks
 from tests.training import train
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_processes() -> None:
+    """What other tests may have left in their processes, such as a group, is no matter here."""
+    stop_ranks()
 
 
 def place() -> tuple[int, int]:
