@@ -211,8 +211,6 @@ def expected(kind: type[models.Module], options: dict[str, Any]) -> tuple[Any, A
 @pytest.mark.parametrize("what", EQUAL)
 def test_equal_to_a_plain_trainer(what: str, stages: int) -> None:
     kind, options = EQUAL[what]
-    if kind is Complex and stages == 2:
-        pytest.skip("K = 3 shows it")
     state, plain = expected(kind, options)
     found = run_ranks(weights, stages, kind, state, options)[0]
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
