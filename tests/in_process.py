@@ -17,8 +17,9 @@ from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.schedule.actions import Checkpoint
+from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
 
@@ -66,7 +67,8 @@ class InProcess:
         """
         batch = Tree.of(value, "The input")
         split = Split.plan(batch, self.chunks)
-        programs = fill_drain(len(self.stages), len(split.sizes), self.checkpoint).programs
+        placement = rounds(len(self.stages))
+        programs = fill_drain(placement, len(split.sizes), self.checkpoint).programs
         source, target = BatchInput(batch, split, True), BatchOutput(split)
         context = ForwardContext.current((1, step), HOST, run_layer)
         whole = tuple(action for program in programs for action in program)

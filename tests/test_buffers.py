@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
-from lightning_gpipe.schedule.actions import CHECKPOINT_MODES
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES
 from lightning_gpipe.tensors import strides
 from tests.in_process import InProcess, as_written, trained
 

@@ -17,6 +17,7 @@ from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Action, Program
 from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
@@ -87,7 +88,7 @@ def test_an_interleaved_program_gives_the_gradients_of_fill_and_drain(checkpoint
     layers = nn.Sequential(*(layer() for _ in range(4))).double()
     x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     state = torch.get_rng_state()
-    programs = fill_drain(4, 4, "always").programs
+    programs = fill_drain(rounds(4), 4, "always").programs
     forwards = [action for program in programs for action in program if action.op == "F"]
     backwards = [action for program in programs[::-1] for action in program if action.op != "F"]
     expected = gradients_of(layers, x, (*forwards, *backwards))
@@ -95,6 +96,32 @@ def test_an_interleaved_program_gives_the_gradients_of_fill_and_drain(checkpoint
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert len(found) == 9
     assert torch.equal(torch.get_rng_state(), state), "the code around sees one stream"
+
+
+def split_up(program: Program) -> Program:
+    """The same with every backward in two halves, the second ones at the end or as soon as not."""
+    later, parts = [], []
+    for action in program:
+        if action.op != "B":
+            parts.append(action)
+            continue
+        parts.append(action._replace(op="I"))
+        later.append(action._replace(op="W"))
+        if action.micro_batch % 2:
+            parts += later
+            later.clear()
+    return (*parts, *later)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_split_backward_gives_the_same_bits(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(layer() for _ in range(4))).double()
+    x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    whole = in_one_program(checkpoint)
+    expected, found = gradients_of(layers, x, whole), gradients_of(layers, x, split_up(whole))
+    assert len(found) == 9
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_gradients_are_those_of_the_layers_called_as_written() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.schedule.actions import CHECKPOINT_MODES, Checkpoint
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 from tests.in_process import InProcess, trained
 
 WIDTH = 4

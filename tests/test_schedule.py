@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import re
 
 import pytest
 
-from lightning_gpipe.schedule.actions import (
-    CHECKPOINT_MODES,
-    Action,
-    Checkpoint,
-    Program,
-    Schedule,
-    kept_graphs,
-)
+from lightning_gpipe.schedule.actions import Action, Program, Schedule, kept_graphs
 from lightning_gpipe.schedule.check import validate
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
+from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
+from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
+from lightning_gpipe.schedule.placement import rounds, there_and_back
+from lightning_gpipe.schedule.search import held, search
 from lightning_gpipe.schedule.simulate import grid, simulate
 
 SWEEP = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 32), CHECKPOINT_MODES))
@@ -41,7 +41,7 @@ def one_stage_each(*programs: str) -> Schedule:
     ],
 )
 def test_fill_drain(mode: Checkpoint, expected: str) -> None:
-    schedule = fill_drain(2, 3, mode)
+    schedule = fill_drain(rounds(2), 3, mode)
     assert schedule == one_stage_each(
         expected.replace("1F", "0F").replace("1R", "0R").replace("1B", "0B"), expected
     )
@@ -49,12 +49,12 @@ def test_fill_drain(mode: Checkpoint, expected: str) -> None:
 
 
 def test_forward_only() -> None:
-    assert forward_only(2, 3) == one_stage_each("0F0 0F1 0F2", "1F0 1F1 1F2")
-    validate(forward_only(2, 3))
+    assert forward_only(rounds(2), 3) == one_stage_each("0F0 0F1 0F2", "1F0 1F1 1F2")
+    validate(forward_only(rounds(2), 3))
 
 
 def test_grid() -> None:
-    assert grid(fill_drain(3, 3, "always")) == (
+    assert grid(fill_drain(rounds(3), 3, "always")) == (
         "rank 0 | 0F0 0F1 0F2 0R2                 0B2 0R1 0B1 0R0 0B0\n"
         "rank 1 |     1F0 1F1 1F2 1R2         1B2 1R1 1B1 1R0 1B0\n"
         "rank 2 |         2F0 2F1 2F2 2R2 2B2 2R1 2B1 2R0 2B0"
@@ -63,7 +63,7 @@ def test_grid() -> None:
 
 @pytest.mark.parametrize(("stages", "micro_batches", "mode"), SWEEP)
 def test_every_schedule_is_valid(stages: int, micro_batches: int, mode: Checkpoint) -> None:
-    schedule = fill_drain(stages, micro_batches, mode)
+    schedule = fill_drain(rounds(stages), micro_batches, mode)
     validate(schedule)
     kept = len(kept_graphs(schedule.programs[0]))
     assert kept == {"always": 0, "except_last": 1, "never": micro_batches}[mode]
@@ -72,10 +72,11 @@ def test_every_schedule_is_valid(stages: int, micro_batches: int, mode: Checkpoi
 @pytest.mark.parametrize(("stages", "micro_batches"), {case[:2] for case in SWEEP})
 def test_lengths_are_the_papers(stages: int, micro_batches: int) -> None:
     k, m, f, r, b = stages, micro_batches, 2.0, 3.0, 5.0
-    never = simulate(fill_drain(k, m, "never"), f, b, r)
+    times = Costs.of([f] * k, [b] * k, [r] * k)
+    never = simulate(fill_drain(rounds(k), m, "never"), times)
     assert never.length == pytest.approx((m + k - 1) * (f + b))
     assert never.bubble == pytest.approx((k - 1) / (m + k - 1))
-    always = simulate(fill_drain(k, m, "always"), f, b, r)
+    always = simulate(fill_drain(rounds(k), m, "always"), times)
     # the first recompute fills the time in which the first gradient is on its way
     assert always.length == pytest.approx((m + k - 1) * f + m * (r + b) + (k - 1) * b)
     assert always.peak_graphs == (1,) * k
@@ -85,14 +86,37 @@ def test_lengths_are_the_papers(stages: int, micro_batches: int) -> None:
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    simulation = simulate(fill_drain(3, 10, "never"), [1, 4, 1], [2, 8, 2])
+    simulation = simulate(fill_drain(rounds(3), 10, "never"), Costs.of([1, 4, 1], [2, 8, 2]))
     assert simulation.length == pytest.approx(1 + 10 * 4 + 10 * 8 + 1 + 1 + 2 + 2 - 1)
     assert simulation.bubble == pytest.approx(1 - 180 / (3 * simulation.length))
 
 
 def test_a_backward_takes_twice_the_time_of_a_forward_unless_told_otherwise() -> None:
-    schedule = fill_drain(2, 3, "never")
-    assert simulate(schedule, [1, 3]) == simulate(schedule, [1, 3], [2, 6])
+    schedule = fill_drain(rounds(2), 3, "never")
+    told = Costs.of([1, 3], [2, 6])
+    assert simulate(schedule, Costs.of([1, 3])) == simulate(schedule, told)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "micro_batches", "expected"),
+    [
+        ("always", 4, 4),
+        ("except_last", 4, 3),
+        ("never", 4, 0),
+        (0, 4, 0),
+        (3, 4, 3),
+        (9, 4, 4),
+        (0.0, 4, 0),
+        (0.5, 4, 2),
+        (0.3, 4, 2),
+        (1.0, 4, 4),
+        (0.5, 3, 2),
+    ],
+)
+def test_recomputed(checkpoint: Checkpoint, micro_batches: int, expected: int) -> None:
+    assert recomputed(checkpoint, micro_batches) == expected
+    again = {m for _, op, m in fill_drain((0,), micro_batches, checkpoint).programs[0] if op == "R"}
+    assert again == set(range(expected)), "those that run backward first keep their activations"
 
 
 #: Two stages a rank, as torch's ScheduleInterleaved1F1B runs four micro-batches.
@@ -107,10 +131,10 @@ INTERLEAVED = Schedule(
 
 def test_a_rank_may_run_several_stages() -> None:
     validate(INTERLEAVED)
-    simulation = simulate(INTERLEAVED, 1.0, 2.0)
+    simulation = simulate(INTERLEAVED)
     assert len(simulation.spans) == 4 * 4 * 2
     assert simulation.peak_graphs[0] > simulation.peak_graphs[1]
-    assert simulation.bubble < simulate(fill_drain(2, 4, "never"), 2.0, 4.0).bubble
+    assert simulation.bubble < simulate(fill_drain(rounds(2), 4, "never")).bubble
     assert grid(INTERLEAVED).startswith("rank 0 | 0F0 0F1 2F0 2F1 0F2")
 
 
@@ -136,6 +160,16 @@ def test_all_stages_may_stand_on_one_rank() -> None:
         ),
         (["0F0 0F1", "1F0"], (0, 1), r"rank 0 sends \[0F0, 0F1\]"),
         (["0F0 0F1 1F0"], (0, 0), r"rank 0 sends \[0F0, 0F1\]"),
+        (["0F0 0W0 0I0"], (0,), "rank 0 runs 0W0 before 0I0"),
+        (["0F0 0I0"], (0,), "rank 0 runs 0I0, and not the rest of its backward"),
+        (["0F0 0I0 0B0"], (0,), "rank 0 runs 0B0 after 0I0"),
+        (["0F0 0I0 0R0 0W0"], (0,), "rank 0 runs 0R0 after 0I0"),
+        (
+            ["0F0 0F1 0B0 0B1", "1F0 1F1 1I1 1I0 1W0 1W1"],
+            (0, 1),
+            r"rank 1 sends \[1I1, 1I0\] in this order, rank 0 expects \[1I0, 1I1\]",
+        ),
+        (["0F0 0I0 0W0", "1F0 1B0"], (0, 1), None),
         (["0F0 2F0 0F1 2F1", "1F0 1F1"], (0, 1, 0), None),
         (["2F0 0F0", "1F0"], (0, 1, 0), "rank 0 waits for ever at 2F0"),
         (["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], (0, 1), "waits for ever at"),
@@ -151,3 +185,110 @@ def test_invalid_schedules_are_named(
     with pytest.raises(ValueError, match=problem) as error:
         validate(schedule)
     assert f"rank 0: {programs[0]}" in str(error.value)
+
+
+INTERLEAVED_SWEEP = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 3, 5, 8, 32)))
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), INTERLEAVED_SWEEP)
+def test_fill_drain_and_1f1b_run_to_their_end(ranks: int, virtual: int, micro_batches: int) -> None:
+    placement = rounds(ranks, virtual)
+    for mode in (*CHECKPOINT_MODES, 2, 0.5):
+        validate(fill_drain(placement, micro_batches, mode))
+        validate(fill_drain(placement, micro_batches, mode, ascending=True))
+        one = one_f_one_b(placement, micro_batches, mode)
+        validate(one)
+        assert [len(p) for p in forward_only(placement, micro_batches).programs] == (
+            [virtual * micro_batches] * ranks
+        )
+    if virtual == 1:
+        most = [min(ranks - rank, micro_batches) for rank in range(ranks)]
+        assert list(simulate(one_f_one_b(placement, micro_batches, "never")).peak_graphs) == most
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds_", [1, 2, 5])
+def test_1f1b_is_as_long_as_the_papers_say(ranks: int, rounds_: int) -> None:
+    """(K - 1) (f + b) / V of the time is bubble (Narayanan et al. 2021, section 2.2)."""
+    micro_batches = rounds_ * ranks
+    for virtual in (1, 2, 4):
+        placement = rounds(ranks, virtual)
+        costs = Costs.of([1 / virtual] * len(placement))
+        length = simulate(one_f_one_b(placement, micro_batches, "never"), costs).length
+        assert length == pytest.approx(3 * micro_batches + 3 * (ranks - 1) / virtual)
+
+
+def test_looped_fill_drain_is_shorter() -> None:
+    """Breadth first, the bubble is divided by V where M >= K (Lamy-Poirier 2023)."""
+    for virtual in (1, 2, 4):
+        placement = rounds(4, virtual)
+        costs = Costs.of([1 / virtual] * len(placement))
+        length = simulate(fill_drain(placement, 8, "never"), costs).length
+        assert length == pytest.approx(3 * 8 + 3 * 3 / virtual)
+
+
+def test_there_and_back() -> None:
+    assert there_and_back(3) == (0, 1, 2, 2, 1, 0)
+    validate(fill_drain(there_and_back(3), 4, "always"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "mode", "limit", "at_work"),
+    [
+        (4, 8, "always", 2, 0.96),
+        (8, 32, "always", 2, 0.96),
+        (4, 8, "never", 4, 0.94),
+        (8, 32, "never", 8, 0.94),
+    ],
+)
+def test_what_the_search_reaches(
+    ranks: int, micro_batches: int, mode: Checkpoint, limit: int, at_work: float
+) -> None:
+    """Share of the time that every rank works, with two stages a rank and f = r = i = w."""
+    placement = rounds(ranks, 2)
+    costs = Costs.of([0.5] * len(placement))
+    found = search(placement, micro_batches, mode, costs, limit)
+    validate(found)
+    length = simulate(found, costs).length
+    assert (4 if mode == "always" else 3) * micro_batches / length > at_work
+    assert held(found) <= limit
+
+
+def random_case(number: int) -> tuple[tuple[int, ...], int, Checkpoint, Costs, float]:
+    draw = random.Random(number)
+    ranks, virtual = draw.randint(1, 6), draw.choice((1, 1, 2, 3))
+    placement = rounds(ranks, virtual) if draw.random() < 0.7 else there_and_back(ranks)
+    stages, wide = len(placement), draw.choice((0.01, 0.3, 0.9))
+
+    def times(mean: float) -> tuple[float, ...]:
+        return tuple(mean * draw.uniform(1 - wide, 1 + wide) for _ in range(stages))
+
+    i, w = times(1.0), times(1.0)
+    whole = tuple(map(sum, zip(i, w, strict=True)))
+    message = draw.choice((0.0, 0.05, 0.5))
+    costs = Costs(times(1.0), times(1.0), whole, i, w, message)
+    micro_batches = draw.randint(1, 12)
+    mode = draw.choice((*CHECKPOINT_MODES, draw.randint(0, micro_batches), draw.random()))
+    limit = draw.choice((1, 2, 3, ranks, math.inf))
+    return placement, micro_batches, mode, costs, limit
+
+
+@pytest.mark.parametrize("number", range(0, 500, 50))
+def test_fuzz_of_searched_programs(number: int) -> None:
+    for case in map(random_case, range(number, number + 50)):
+        placement, micro_batches, mode, costs, limit = case
+        found = search(*case)
+        validate(found)
+        assert held(found) <= limit, case
+        length = simulate(found, costs).length
+        others = [fill_drain(placement, micro_batches, mode, ascending=True)]
+        if placement == rounds(max(placement) + 1, placement.count(0)):
+            others.append(one_f_one_b(placement, micro_batches, mode))
+        for other in others:
+            if held(other) <= limit:
+                assert length <= simulate(other, costs).length + 1e-9, case
+        for program in found.programs:
+            for stage in range(len(placement)):
+                for ops in ("F", "BI", "BW"):
+                    order = [m for s, op, m in program if s == stage and op in ops]
+                    assert order == sorted(order)

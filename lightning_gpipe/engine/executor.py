@@ -199,10 +199,10 @@ class Executor:
             order = [m for stage, op, m in actions if op == "F" and stage == index]
             if order:
                 self._activations_in(index, batch).expect(order, torch.is_grad_enabled())
-        waiting = deque(action for action in actions if action.op == "B")
+        waiting = deque(action for action in actions if action.op in ("B", "I"))
         self._expect_gradients(waiting, batch)
         with ExitStack() as stack:
-            if any(action.op != "B" for action in actions):  # layers run
+            if any(action.op in ("F", "R") for action in actions):  # layers run
                 stack.enter_context(preserved(self._device))
                 for stage in self._stages.values():
                     stack.enter_context(stage.preserved_generators())
@@ -217,6 +217,10 @@ class Executor:
                         is_last = before_last is not None and position == len(actions) - 1
                         also = before_last() if before_last is not None and is_last else None
                         self._backward(action, batch, retain, also)
+                    case "I":
+                        self._backward(action, batch)
+                    case "W":
+                        self._backward_weights(action, batch)
 
     def _forward(self, action: Action, batch: MiniBatch) -> None:
         index, _, m = action
@@ -241,7 +245,11 @@ class Executor:
                 stage.recompute(call, action.micro_batch, keep_input=retain)
 
     def _backward(
-        self, action: Action, batch: MiniBatch, retain: bool, also: Tensor | None
+        self,
+        action: Action,
+        batch: MiniBatch,
+        retain: bool = False,
+        also: Tensor | None = None,
     ) -> None:
         index, _, m = action
         call, sink = batch.calls[index], self._links[index].gradients_out or batch.input_side
@@ -257,11 +265,21 @@ class Executor:
             gradients = self._trial.take(self._gradients_in(index, batch).take(m)[0]).leaves
         if not self._trial.has_failed:
             with self._trial.attempt():
-                self._stages[index].backward(call, m, gradients, retain, hand_on, also)
+                if action.op == "B":
+                    self._stages[index].backward(call, m, gradients, retain, hand_on, also)
+                else:
+                    self._stages[index].backward_input(call, m, gradients, hand_on)
         if self._trial.has_failed and is_waited_for:
             sink.send(m, self._trial.failed(), [False], training=True)
-        if not retain:
+        if action.op == "B" and not retain:
             del call.micro_batches[m]
+
+    def _backward_weights(self, action: Action, batch: MiniBatch) -> None:
+        call = batch.calls[action.stage]
+        if not self._trial.has_failed:
+            with self._trial.attempt():
+                self._stages[action.stage].backward_weights(call, action.micro_batch)
+        del call.micro_batches[action.micro_batch]
 
     def _expect_gradients(self, waiting: deque[Action], batch: MiniBatch) -> None:
         """Announce the backwards of which it is known whether they get a gradient."""

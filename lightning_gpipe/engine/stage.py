@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, copied
 from lightning_gpipe.engine.randomness import LayerRandomness
-from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
-
-Gradients: TypeAlias = Sequence[Tensor | None]
-
-
-@dataclass(slots=True)
-class _Catch:
-    """Where the gradient of a micro-batch's input goes when it arises."""
-
-    take: Callable[[Gradients], None] | None = None
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """One micro-batch on a stage, between its forward and its backward.
-
-    Args:
-        input_requires_grad: For each input leaf whether it wants a gradient.
-        output_requires_grad: The same for the output.
-        stored: The input, kept for a recompute.
-        versions: The versions of its tensors: they must not be changed before that.
-        roots: Where the backward of each output leaf that wants a gradient begins.
-        catch: Where the input's gradient goes.
-    """
-
-    input_requires_grad: list[bool]
-    output_requires_grad: list[bool] = field(default_factory=list)
-    stored: Tree | None = None
-    versions: list[int] = field(default_factory=list)
-    roots: list[GradientEdge] | None = None
-    catch: _Catch = field(default_factory=_Catch)
-
-    @property
-    def needs_backward(self) -> bool:
-        """Whether anything on this stage or before it wants a gradient."""
-        return any(self.output_requires_grad)
 
 
 @dataclass(slots=True)
@@ -169,20 +133,12 @@ class Stage:
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._batch_norm.micro_batch(recompute=False),
         ):
-            entered = _entered(inputs, record) if trains else _copied(inputs)
-            before = _marks(entered)
-            outputs = self._run(m, entered, call)
-            if _marks(entered) != before:
+            given = record.enter(inputs) if trains else copied(inputs)
+            before = _marks(given)
+            outputs = self._run(m, given, call)
+            if _marks(given) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
-        record.output_requires_grad = [
-            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
-            for t in outputs.leaves
-        ]
-        if record.needs_backward:
-            if keep_graph:
-                record.roots = _roots(outputs)
-            else:
-                record.stored, record.versions = inputs, _versions(inputs)
+        record.end_forward(inputs, outputs, keep_graph)
         return outputs.detached()
 
     def recompute(self, call: StageCall, m: int, keep_input: bool) -> None:
@@ -196,11 +152,6 @@ class Stage:
         record = call.micro_batches[m]
         if record.stored is None:
             return
-        if record.versions != _versions(record.stored):
-            raise RuntimeError(
-                "The backbone's input was changed in place between its forward and its backward, so"
-                " the recomputed activations would be wrong. Change a clone of it."
-            )
         with (
             torch.enable_grad(),
             call.context.restored(),
@@ -208,10 +159,7 @@ class Stage:
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
             self._batch_norm.micro_batch(recompute=True),
         ):
-            inputs = _entered(record.stored, record)
-            if not keep_input:
-                record.stored = None
-            record.roots = _roots(self._run(m, inputs, call))
+            record.end_recompute(self._run(m, record.enter_again(keep_input), call))
 
     def backward(
         self,
@@ -219,7 +167,7 @@ class Stage:
         m: int,
         gradients: Gradients,
         retain: bool,
-        hand_on: Callable[[Gradients], None],
+        hand_on: HandOn,
         also: Tensor | None = None,
     ) -> None:
         """Run a micro-batch backward, adding to the parameters' gradients.
@@ -235,30 +183,18 @@ class Stage:
                 there, while the reducer of the replicas may still be at work.
             also: A scalar to run the same backward from.
         """
-        record = call.micro_batches[m]
-        handed_on = False
+        call.micro_batches[m].backward(gradients, retain, hand_on, also)
 
-        def take(input_gradients: Gradients) -> None:
-            nonlocal handed_on
-            handed_on = True
-            hand_on(input_gradients)
+    def backward_input(
+        self, call: StageCall, m: int, gradients: Gradients, hand_on: HandOn
+    ) -> None:
+        """Run the first half of a micro-batch's backward: see :meth:`backward`."""
+        weights = [p for p in self._parameters if p.requires_grad]
+        call.micro_batches[m].backward_input(gradients, hand_on, weights)
 
-        record.catch.take = take
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(record.roots or [], gradients, strict=True)
-            if gradient is not None
-        ]
-        if also is not None:
-            pairs.append((get_gradient_edge(also), torch.ones_like(also)))
-        if not retain or record.stored is not None:
-            record.roots = None
-        if pairs:
-            edges, given = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, given, retain_graph=retain and record.stored is None)
-        wanted = sum(record.input_requires_grad)
-        if wanted and not handed_on:  # the loss doesn't reach it
-            hand_on([None] * wanted)
+    def backward_weights(self, call: StageCall, m: int) -> None:
+        """Run the second half of a micro-batch's backward, adding to the parameters' gradients."""
+        call.micro_batches[m].backward_weights()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)
@@ -306,66 +242,10 @@ _CHANGED_IN_COMMON = (
 )
 
 
-class _Entry(torch.autograd.Function):
-    """Copies a micro-batch's input, and catches its gradient as autograd made it.
-
-    A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other
-    strides.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, catch: _Catch, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.catch = catch
-        ctx.set_materialize_grads(False)
-        return tuple(map(strides.copy, inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.catch.take(gradients)
-        return (None,) * (1 + len(gradients))
-
-
-def _entered(inputs: Tree, record: MicroBatch) -> Tree:
-    """The input as the layers get it: copies, with a graph where a gradient is wanted."""
-    flags = record.input_requires_grad
-    leaves = [
-        t if wants else _copied_leaf(t) for t, wants in zip(inputs.leaves, flags, strict=True)
-    ]
-    wanted = [i for i, wants in enumerate(flags) if wants]
-    if wanted:
-        heads = _Entry.apply(record.catch, *(leaves[i].detach().requires_grad_() for i in wanted))
-        for i, head in zip(wanted, heads, strict=True):
-            leaves[i] = head
-    return inputs.with_leaves(leaves)
-
-
-def _copied(inputs: Tree) -> Tree:
-    return inputs.with_leaves(list(map(_copied_leaf, inputs.leaves)))
-
-
-def _copied_leaf(leaf: Any) -> Any:
-    return strides.copy(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _versions(tree: Tree) -> list[int]:
-    """Counters that move when the tensors are changed in place."""
-    return [0 if t.is_inference() else t._version for t in tree.tensors()]
-
-
 def _marks(inputs: Tree) -> list[Any]:
     """What tells that a leaf was changed in place that shares memory with another, elsewhere."""
     leaves = [inputs.leaves[i] for i in inputs.in_common]
     return [leaf.tolist() if leaf.is_inference() else leaf._version for leaf in leaves]
-
-
-def _roots(outputs: Tree) -> list[GradientEdge]:
-    """Where the backward begins. The outputs themselves needn't be kept for it.
-
-    With torch 2.8 an edge doesn't keep a node that is written in Python: a view's node keeps it.
-    """
-    tensors = [t for t in outputs.tensors() if t.requires_grad]
-    views = [t.view_as(t) if isinstance(t.grad_fn, BackwardCFunction) else t for t in tensors]
-    return [get_gradient_edge(t) for t in views]
 
 
 def _drop(tensor: Tensor) -> None:

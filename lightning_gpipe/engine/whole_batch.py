@@ -25,9 +25,11 @@ from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.steering import Steering
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.schedule.actions import Action, Checkpoint
+from lightning_gpipe.schedule.actions import Action
 from lightning_gpipe.schedule.check import validate
+from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.tensors.microbatch import GetOutline, Outline, Split, unknown
 from lightning_gpipe.tensors.tree import Tree
 
@@ -82,7 +84,7 @@ class WholeBatch:
         trial: Trial,
         parameters: frozenset[int],
     ) -> None:
-        validate(fill_drain(groups.stages, chunks, checkpoint))
+        validate(fill_drain(rounds(groups.stages), chunks, checkpoint))
         self._groups = groups
         self._control = groups.pipeline
         self._chunks = chunks
@@ -167,11 +169,11 @@ class WholeBatch:
 
     def _program(self, split: Split) -> tuple[Action, ...]:
         """What this rank does in a call."""
-        stages, count = self._groups.stages, len(split.sizes)
+        placement, count = rounds(self._groups.stages), len(split.sizes)
         schedule = (
-            fill_drain(stages, count, self._checkpoint)
+            fill_drain(placement, count, self._checkpoint)
             if torch.is_grad_enabled()
-            else forward_only(stages, count)
+            else forward_only(placement, count)
         )
         return schedule.programs[self._groups.stage]
 

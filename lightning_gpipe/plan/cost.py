@@ -17,7 +17,7 @@ from lightning_gpipe.model.on_meta import (
     to_meta_leaf,
 )
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.schedule.simulate import BACKWARD_RATIO
+from lightning_gpipe.schedule.costs import BACKWARD_RATIO
 from lightning_gpipe.tensors.tree import Tree
 
 CostFunction: TypeAlias = Callable[[nn.Module, Any], float]

@@ -8,8 +8,10 @@ from torch import nn
 
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.schedule.actions import Checkpoint
+from lightning_gpipe.schedule.checkpoint import Checkpoint
+from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 
 #: Share of the parameters outside the backbone above which the strategy warns.
@@ -99,5 +101,5 @@ def expected_bubble(partition: Partition, chunks: int, checkpoint: Checkpoint) -
     shares = partition.shares
     if not sum(shares):
         return 0.0
-    schedule = fill_drain(len(partition.sizes), chunks, checkpoint)
-    return simulate(schedule, forward=shares).bubble
+    schedule = fill_drain(rounds(len(partition.sizes)), chunks, checkpoint)
+    return simulate(schedule, Costs.of(shares)).bubble

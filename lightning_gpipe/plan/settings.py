@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, Literal, cast
 
 from lightning_gpipe.plan.cost import Balance
-from lightning_gpipe.schedule.actions import CHECKPOINT_MODES, Checkpoint
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

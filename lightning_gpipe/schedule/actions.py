@@ -10,15 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
-Op: TypeAlias = Literal["F", "R", "B"]
-
-
-Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
-
-
-CHECKPOINT_MODES: tuple[Checkpoint, ...] = get_args(Checkpoint)
+Op: TypeAlias = Literal["F", "R", "B", "I", "W"]
 
 
 class Action(NamedTuple):
@@ -27,7 +21,9 @@ class Action(NamedTuple):
     Args:
         stage: Index of the stage, from 0.
         op: ``F`` forward; ``R`` re-materialize, that is run the forward again from the kept input,
-            this time keeping its activations; ``B`` backward.
+            this time keeping its activations; ``B`` backward. A backward may be split: ``I``
+            computes the gradient of the input, for which the stage before waits, and ``W``, at any
+            time after it, those of the weights.
         micro_batch: Index of the micro-batch, from 0.
     """
 
@@ -67,10 +63,15 @@ class Schedule:
 def kept_graphs(program: Program) -> frozenset[tuple[int, int]]:
     """The (stage, micro-batch) pairs whose forward keeps its activations for the backward."""
     recomputed = {(stage, m) for stage, op, m in program if op == "R"}
-    return frozenset({(stage, m) for stage, op, m in program if op == "B"} - recomputed)
+    backward = {(stage, m) for stage, op, m in program if op in ("B", "I")}
+    return frozenset(backward - recomputed)
 
 
-def upstream_of(action: Action) -> Action | None:
-    """The action of a neighbouring stage whose result an action needs, if there is such a stage."""
-    step = {"F": -1, "B": 1, "R": None}[action.op]
-    return None if step is None else action._replace(stage=action.stage + step)
+def upstream_of(action: Action) -> tuple[Action, ...]:
+    """The actions of a neighbouring stage of which one makes what an action needs, if any does."""
+    stage, op, _ = action
+    if op == "F":
+        return (action._replace(stage=stage - 1),)
+    if op in ("B", "I"):
+        return action._replace(stage=stage + 1, op="B"), action._replace(stage=stage + 1, op="I")
+    return ()

@@ -2,47 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
-from lightning_gpipe.schedule.actions import Action, Checkpoint, Op, Schedule
+from lightning_gpipe.schedule.actions import Action, Program, Schedule
+from lightning_gpipe.schedule.checkpoint import Checkpoint, recomputed
 
 
 @lru_cache(maxsize=256)
-def fill_drain(stages: int, micro_batches: int, checkpoint: Checkpoint) -> Schedule:
+def fill_drain(
+    placement: tuple[int, ...],
+    micro_batches: int,
+    checkpoint: Checkpoint,
+    ascending: bool = False,
+) -> Schedule:
     """GPipe's schedule: all forwards, then all backwards in reverse order (GPipe, figure 2c).
 
     A recompute stands *before* its backward as an action of its own, so that a stage runs it while
-    the gradient is still on its way (GPipe §2.3). Every rank runs one stage, all with the same
-    program; the waits between stages skew them::
+    the gradient is still on its way (GPipe §2.3). Ranks of one stage all have the same program; the
+    waits between stages skew them::
 
         rank 0 | 0F0 0F1 0F2 0R2                 0B2 0R1 0B1 0R0 0B0
         rank 1 |     1F0 1F1 1F2 1R2         1B2 1R1 1B1 1R0 1B0
         rank 2 |         2F0 2F1 2F2 2R2 2B2 2R1 2B1 2R0 2B0
 
+    A rank of several stages runs all micro-batches through the first of them, then the next
+    (breadth first): with K ranks in rounds and M >= K nobody waits between two of them.
+
     Args:
-        stages: K.
+        placement: For each stage its rank.
         micro_batches: M.
-        checkpoint: Which micro-batches are re-materialized: all, all but the last (whose backward
-            comes first), none.
+        checkpoint: Of which micro-batches activations are re-materialized.
+        ascending: Whether the backwards run in the order of the forwards.
     """
-    kept = {"always": (), "except_last": (micro_batches - 1,), "never": range(micro_batches)}[
-        checkpoint
-    ]
-    program: list[tuple[Op, int]] = [("F", m) for m in range(micro_batches)]
-    for m in reversed(range(micro_batches)):
-        if m not in kept:
-            program.append(("R", m))
-        program.append(("B", m))
-    return _on_every_rank(stages, program)
+    order = list(range(micro_batches))[:: 1 if ascending else -1]
+    again = set(order[micro_batches - recomputed(checkpoint, micro_batches) :])
+    programs: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        programs[rank] += [Action(stage, "F", m) for m in range(micro_batches)]
+    for stage, rank in reversed(list(enumerate(placement))):
+        for m in order:
+            programs[rank] += backward(stage, m, m in again)
+    return Schedule(tuple(map(tuple, programs)), placement)
 
 
 @lru_cache(maxsize=256)
-def forward_only(stages: int, micro_batches: int) -> Schedule:
+def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
     """The schedule of evaluation, and of any call without gradients."""
-    return _on_every_rank(stages, [("F", m) for m in range(micro_batches)])
+    whole = fill_drain(placement, micro_batches, "never")
+    return Schedule(tuple(_forwards(program) for program in whole.programs), placement)
 
 
-def _on_every_rank(stages: int, program: list[tuple[Op, int]]) -> Schedule:
-    """Every rank runs one stage, and does the same with it."""
-    programs = tuple(tuple(Action(stage, op, m) for op, m in program) for stage in range(stages))
-    return Schedule(programs, tuple(range(stages)))
+def backward(stage: int, m: int, again: bool) -> list[Action]:
+    """A micro-batch's backward in a stage, after its recompute if there is one."""
+    return [Action(stage, "R", m)] * again + [Action(stage, "B", m)]
+
+
+def _forwards(program: Iterable[Action]) -> Program:
+    return tuple(action for action in program if action.op == "F")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gpipe.schedule.actions import Action, Program, Schedule, kept_graphs, upstream_of
-
-#: Time of a backward, in forwards: one for the input's gradient, one for the weights'.
-BACKWARD_RATIO = 2.0
+from lightning_gpipe.schedule.costs import Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a schedule does when every action takes the given time and messages none.
+    """What a schedule does when everything takes the given time.
 
     Args:
         spans: Every action of every rank, with its times.
@@ -43,32 +40,41 @@ class Simulation:
     peak_graphs: tuple[int, ...]
 
 
-def simulate(
-    schedule: Schedule,
-    forward: Sequence[float] | float = 1.0,
-    backward: Sequence[float] | float | None = None,
-    recompute: Sequence[float] | float | None = None,
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Replay a schedule in simulated time.
 
     Args:
         schedule: The programs of all ranks.
-        forward: Time of one micro-batch's forward, for all stages or for each, any unit.
-        backward: The same for the backward; ``None``: :data:`BACKWARD_RATIO` times the forward.
-        recompute: The same for the recompute; ``None``: as long as the forward.
+        costs: What the actions take; ``None``: every forward 1, and what follows of it.
 
     Raises:
         ValueError: If the ranks wait for each other for ever.
     """
-    stages = len(schedule.placement)
-    forwards = _per_stage(forward, stages)
-    durations = {
-        "F": forwards,
-        "B": [BACKWARD_RATIO * time for time in forwards]
-        if backward is None
-        else _per_stage(backward, stages),
-        "R": forwards if recompute is None else _per_stage(recompute, stages),
-    }
+    times = costs or Costs.of([1.0] * len(schedule.placement))
+    spans, cursor = _replay(schedule, times)
+    for rank, program in enumerate(schedule.programs):
+        if cursor[rank] < len(program):
+            raise schedule.invalid(f"rank {rank} waits for ever at {program[cursor[rank]]}")
+    length = max((span.end for span in spans), default=0.0)
+    busy = sum(span.end - span.start for span in spans)
+    return Simulation(
+        spans=tuple(spans),
+        length=length,
+        bubble=1 - busy / (length * len(schedule.programs)) if length else 0.0,
+        peak_inputs=tuple(_peak_inputs(program) for program in schedule.programs),
+        peak_graphs=tuple(_peak_graphs(program) for program in schedule.programs),
+    )
+
+
+def is_complete(schedule: Schedule) -> bool:
+    """Whether no rank waits for ever."""
+    spans, _ = _replay(schedule, Costs.of([1.0] * len(schedule.placement)))
+    return len(spans) == sum(map(len, schedule.programs))
+
+
+def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[int]]:
+    """Run the programs as far as they go; returns how far each rank came, too."""
+    stages, times, placement = len(schedule.placement), costs.times, schedule.placement
     ends: dict[Action, float] = {}
     spans: list[Span] = []
     clock = [0.0] * len(schedule.programs)
@@ -79,47 +85,32 @@ def simulate(
         for rank, program in enumerate(schedule.programs):
             while cursor[rank] < len(program):
                 action = program[cursor[rank]]
-                source = upstream_of(action)
-                if source is None or not 0 <= source.stage < stages:
-                    arrival = 0.0
-                elif source in ends:
-                    arrival = ends[source]
-                else:
-                    break
+                arrival = 0.0
+                sources = [s for s in upstream_of(action) if 0 <= s.stage < stages]
+                if sources:
+                    made = next((s for s in sources if s in ends), None)
+                    if made is None:
+                        break
+                    arrival = ends[made]
+                    arrival += costs.message * (placement[made.stage] != rank)
                 start = max(clock[rank], arrival)
-                clock[rank] = ends[action] = start + durations[action.op][action.stage]
+                clock[rank] = ends[action] = start + times[action.op][action.stage]
                 spans.append(Span(rank, action, start, clock[rank]))
                 cursor[rank] += 1
                 progress = True
-    for rank, program in enumerate(schedule.programs):
-        if cursor[rank] < len(program):
-            raise schedule.invalid(f"rank {rank} waits for ever at {program[cursor[rank]]}")
-    length = max(clock, default=0.0)
-    busy = sum(span.end - span.start for span in spans)
-    return Simulation(
-        spans=tuple(spans),
-        length=length,
-        bubble=1 - busy / (length * len(clock)) if length else 0.0,
-        peak_inputs=tuple(_peak_inputs(program) for program in schedule.programs),
-        peak_graphs=tuple(_peak_graphs(program) for program in schedule.programs),
-    )
+    return spans, cursor
 
 
 def grid(schedule: Schedule) -> str:
     """Draw a schedule: a row a rank, a column a unit of time, every action taking one."""
-    spans = simulate(schedule, backward=1.0).spans
+    units = (1.0,) * len(schedule.placement)
+    spans = simulate(schedule, Costs(units, units, units, units, units)).spans
     width = max((len(repr(span.action)) for span in spans), default=3)
     columns = round(max((span.end for span in spans), default=0))
     rows = [[" " * width] * columns for _ in schedule.programs]
     for span in spans:
         rows[span.rank][round(span.start)] = repr(span.action).ljust(width)
     return "\n".join(f"rank {rank} | {' '.join(row)}".rstrip() for rank, row in enumerate(rows))
-
-
-def _per_stage(value: Sequence[float] | float, stages: int) -> list[float]:
-    if isinstance(value, (int, float)):
-        return [float(value)] * stages
-    return [float(v) for v in value]
 
 
 def _peak_inputs(program: Program) -> int:
@@ -137,6 +128,6 @@ def _peak_graphs(program: Program) -> int:
     kept = kept_graphs(program)
     held = peak = 0
     for stage, op, m in program:
-        held += (op == "R" or (op == "F" and (stage, m) in kept)) - (op == "B")
+        held += (op == "R" or (op == "F" and (stage, m) in kept)) - (op in ("B", "W"))
         peak = max(peak, held)
     return peak

@@ -24,7 +24,7 @@ from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.schedule.actions import Checkpoint
+from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy import refusals, saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.processes import ProcessesStrategy, StartMethod

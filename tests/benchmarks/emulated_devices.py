@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 
 FORWARD_S, BACKWARD_S = 0.005, 0.010
@@ -118,7 +120,8 @@ def measure(stages: int, chunks: int, checkpoint: str, steps: int) -> dict[str, 
         times, [statistics.mean(own["F"]), statistics.mean(own["B"])]
     )
     forward, backward = [t[0] for t in times], [t[1] for t in times]
-    bound = simulate(fill_drain(stages, chunks, checkpoint), forward, backward).length  # type: ignore[arg-type]
+    schedule = fill_drain(rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
+    bound = simulate(schedule, Costs.of(forward, backward)).length
     step = statistics.median(module.steps[2:])
     return {
         "stages": stages,

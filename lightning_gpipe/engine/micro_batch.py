@@ -1,0 +1,238 @@
+"""One micro-batch in a stage, between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_gpipe.engine.split import SplitBackward
+from lightning_gpipe.tensors import strides
+from lightning_gpipe.tensors.tree import Tree
+
+Gradients: TypeAlias = Sequence[Tensor | None]
+#: Takes the gradient of each input leaf that wants one, with the strides that autograd gave it.
+HandOn: TypeAlias = Callable[[Gradients], None]
+
+
+@dataclass(slots=True)
+class _Catch:
+    """Where the gradient of a micro-batch's input goes when it arises."""
+
+    take: Callable[[Gradients], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Where a micro-batch's graph begins.
+
+    Args:
+        entry: The node that catches the input's gradient.
+        leaves: The tensors before it.
+    """
+
+    entry: Node
+    leaves: list[Tensor]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One micro-batch on a stage, between its forward and its backward.
+
+    Args:
+        input_requires_grad: For each input leaf whether it wants a gradient.
+        output_requires_grad: The same for the output.
+        stored: The input, kept for a recompute.
+        roots: Where the backward of each output leaf that wants a gradient begins.
+        catch: Where the input's gradient goes.
+    """
+
+    input_requires_grad: list[bool]
+    output_requires_grad: list[bool] = field(default_factory=list)
+    stored: Tree | None = None
+    _versions: list[int] = field(default_factory=list)
+    roots: list[GradientEdge] | None = None
+    catch: _Catch = field(default_factory=_Catch)
+    _way: _Way | None = None
+    _rest: Callable[[], None] | None = None
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether anything on this stage or before it wants a gradient."""
+        return any(self.output_requires_grad)
+
+    def enter(self, inputs: Tree) -> Tree:
+        """The input as the layers get it: copies, with a graph where a gradient is wanted."""
+        flags = self.input_requires_grad
+        leaves = [t if wants else _copied(t) for t, wants in zip(inputs.leaves, flags, strict=True)]
+        wanted = [i for i, wants in enumerate(flags) if wants]
+        if wanted:
+            before = [leaves[i].detach().requires_grad_() for i in wanted]
+            heads = _Entry.apply(self.catch, *before)
+            self._way = _Way(heads[0].grad_fn, before)
+            for i, head in zip(wanted, heads, strict=True):
+                leaves[i] = head
+        return inputs.with_leaves(leaves)
+
+    def end_forward(self, inputs: Tree, outputs: Tree, keeps_graph: bool) -> None:
+        """Keep what the backward needs: the graph, or else the input.
+
+        Args:
+            inputs: What the stage was given.
+            outputs: What came out, with its graph.
+            keeps_graph: Whether the graph has its activations.
+        """
+        self.output_requires_grad = [
+            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+            for t in outputs.leaves
+        ]
+        if self.needs_backward and keeps_graph:
+            self.roots = _roots(outputs)
+        elif self.needs_backward:
+            self.stored, self._versions = inputs, _versions(inputs)
+
+    def enter_again(self, keep_input: bool) -> Tree:
+        """The input as the layers get it in a recompute.
+
+        Args:
+            keep_input: Whether it is needed after that, too.
+
+        Raises:
+            RuntimeError: If it has changed.
+        """
+        if self.stored is None or self._versions != _versions(self.stored):
+            raise RuntimeError(
+                "The backbone's input was changed in place between its forward and its backward, so"
+                " the recomputed activations would be wrong. Change a clone of it."
+            )
+        inputs = self.enter(self.stored)
+        if not keep_input:
+            self.stored = None
+        return inputs
+
+    def end_recompute(self, outputs: Tree) -> None:
+        """Keep the graph."""
+        self.roots = _roots(outputs)
+
+    def backward(
+        self, gradients: Gradients, retain: bool, hand_on: HandOn, also: Tensor | None
+    ) -> None:
+        """See :meth:`lightning_gpipe.engine.stage.Stage.backward`."""
+        keeps = retain and self.stored is None
+        with self._handing_on(hand_on):
+            edges, given = self._begin_backward(gradients, keeps)
+            if also is not None:
+                edges, given = [*edges, get_gradient_edge(also)], [*given, torch.ones_like(also)]
+            if edges:
+                torch.autograd.backward(edges, given, retain_graph=keeps)
+
+    def backward_input(
+        self, gradients: Gradients, hand_on: HandOn, weights: Sequence[nn.Parameter]
+    ) -> None:
+        """Compute the input's gradient alone.
+
+        Args:
+            gradients: The gradient of each output leaf that wants one.
+            hand_on: Takes the input's.
+            weights: Those that :meth:`backward_weights` gives a gradient.
+        """
+        with self._handing_on(hand_on):
+            edges, given = self._begin_backward(gradients, keeps=False)
+            way, self._way = self._way, None
+            split = None
+            if edges and way is not None:
+                split = SplitBackward.of([edge.node for edge in edges], way.entry)
+                if split is not None:
+                    split.first(edges, given, way.leaves)
+                else:
+                    torch.autograd.backward(edges, given, retain_graph=True, inputs=way.leaves)
+            rest = partial(_backward_to, weights, edges, given)
+            self._rest = rest if split is None else split.second
+
+    def backward_weights(self) -> None:
+        """Compute the gradients that :meth:`backward_input` has left, adding to those there are."""
+        if self._rest is not None:
+            self._rest()
+
+    @contextmanager
+    def _handing_on(self, hand_on: HandOn) -> Iterator[None]:
+        """Hand the input's gradient on as soon as it arises, or that there is none."""
+        wanted, handed_on = sum(self.input_requires_grad), False
+
+        def take(gradients: Gradients) -> None:
+            nonlocal handed_on
+            handed_on = True
+            hand_on(gradients)
+
+        self.catch.take = take
+        yield
+        if wanted and not handed_on:  # the loss doesn't reach it
+            hand_on([None] * wanted)
+
+    def _begin_backward(
+        self, gradients: Gradients, keeps: bool
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where a backward begins, with which gradients; the graph is let go of unless kept."""
+        pairs = zip(self.roots or [], gradients, strict=True)
+        begun = [(root, gradient) for root, gradient in pairs if gradient is not None]
+        if not keeps:
+            self.roots = None
+        return [root for root, _ in begun], [gradient for _, gradient in begun]
+
+
+class _Entry(torch.autograd.Function):
+    """Copies a micro-batch's input, and catches its gradient as autograd made it.
+
+    A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other
+    strides.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, catch: _Catch, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.catch = catch
+        ctx.set_materialize_grads(False)
+        return tuple(map(strides.copy, inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.catch.take(gradients)
+        return (None,) * (1 + len(gradients))
+
+
+def copied(inputs: Tree) -> Tree:
+    """The input as the layers get it where there are no gradients."""
+    return inputs.with_leaves(list(map(_copied, inputs.leaves)))
+
+
+def _copied(leaf: Any) -> Any:
+    return strides.copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _versions(tree: Tree) -> list[int]:
+    """Counters that move when the tensors are changed in place."""
+    return [0 if t.is_inference() else t._version for t in tree.tensors()]
+
+
+def _roots(outputs: Tree) -> list[GradientEdge]:
+    """Where the backward begins. The outputs themselves needn't be kept for it.
+
+    With torch 2.8 an edge doesn't keep a node that is written in Python: a view's node keeps it.
+    """
+    tensors = [t for t in outputs.tensors() if t.requires_grad]
+    views = [t.view_as(t) if isinstance(t.grad_fn, BackwardCFunction) else t for t in tensors]
+    return [get_gradient_edge(t) for t in views]
+
+
+def _backward_to(
+    weights: Sequence[nn.Parameter], edges: Sequence[GradientEdge], given: Sequence[Tensor]
+) -> None:
+    """Run a backward whose input's gradient is there already."""
+    if edges and weights:
+        torch.autograd.backward(edges, given, inputs=weights)

@@ -1,0 +1,64 @@
+"""What actions take, as far as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+#: Time of a backward, in forwards: one for the input's gradient, one for the weights'.
+BACKWARD_RATIO = 2.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time that one micro-batch takes in each stage, in any unit.
+
+    Args:
+        forward: Of F.
+        recompute: Of R.
+        backward: Of B.
+        input_gradient: Of I.
+        weight_gradient: Of W.
+        message: From the end of an action until its result is on another rank.
+    """
+
+    forward: tuple[float, ...]
+    recompute: tuple[float, ...]
+    backward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    message: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float] | None = None,
+        recompute: Sequence[float] | None = None,
+        message: float = 0.0,
+    ) -> Costs:
+        """What is known without a measurement.
+
+        Args:
+            forward: Time of each stage's forward.
+            backward: Time of each whole backward, half of which is the input's gradient; ``None``:
+                :data:`BACKWARD_RATIO` times the forward.
+            recompute: Time of each recompute; ``None``: as long as the forward.
+            message: See the class.
+        """
+        whole = [BACKWARD_RATIO * time for time in forward] if backward is None else backward
+        half = tuple(time / 2 for time in whole)
+        again = forward if recompute is None else recompute
+        return cls(tuple(forward), tuple(again), tuple(whole), half, half, message)
+
+    @cached_property
+    def times(self) -> dict[str, tuple[float, ...]]:
+        """For every kind of action its time in each stage."""
+        return {
+            "F": self.forward,
+            "R": self.recompute,
+            "B": self.backward,
+            "I": self.input_gradient,
+            "W": self.weight_gradient,
+        }

@@ -1,0 +1,240 @@
+"""Finds a schedule for measured costs: list scheduling within a limit of memory.
+
+Every rank computes the same schedule of the same numbers, so nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from lightning_gpipe.schedule.actions import Action, Op, Schedule
+from lightning_gpipe.schedule.checkpoint import Checkpoint, recomputed
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
+from lightning_gpipe.schedule.simulate import simulate
+
+
+def search(
+    placement: tuple[int, ...],
+    micro_batches: int,
+    checkpoint: Checkpoint,
+    costs: Costs,
+    limit: float = math.inf,
+    whole: frozenset[int] = frozenset(),
+) -> Schedule:
+    """Find a short schedule.
+
+    Each time a rank is free, it takes, of what it may do then: a backward of the input; the
+    recompute for a gradient that has come; a forward; a recompute ahead of its gradient; a backward
+    of weights. The search tries several numbers of micro-batches under way, whole and split
+    backwards, and compares with fill-drain and 1F1B. What it finds is never longer than those of
+    them that keep the limit. Forwards, backwards and the backwards of weights run in the order of
+    micro-batches in every stage.
+
+    Args:
+        placement: For each stage its rank.
+        micro_batches: M.
+        checkpoint: Of which micro-batches activations are re-materialized; the last ones are.
+        costs: What the actions take.
+        limit: The largest number of micro-batches whose activations a rank holds at one time; each
+            of its V stages has a V-th of a micro-batch's. Where no schedule keeps it, the smallest
+            that one does.
+        whole: Stages whose backward can't be split.
+    """
+    ranks = max(placement) + 1
+    kept = micro_batches - recomputed(checkpoint, micro_batches)
+    tries: list[Schedule] = []
+    for joined in (whole, frozenset(range(len(placement)))):
+        for factor in (0.5, 1.0, 1.5, 2.0, math.inf):
+            lists = _Lists(placement, micro_batches, kept, costs, joined, limit, factor * ranks)
+            found = lists.run()
+            if found is not None:
+                tries.append(found)
+    tries.append(fill_drain(placement, micro_batches, checkpoint, ascending=True))
+    if placement == tuple(range(ranks)) * (len(placement) // ranks):
+        tries.append(one_f_one_b(placement, micro_batches, checkpoint))
+    return min(tries, key=lambda found: _badness(found, costs, limit))
+
+
+def held(schedule: Schedule) -> float:
+    """The largest number of micro-batches whose activations a rank holds at one time."""
+    graphs = simulate(schedule).peak_graphs
+    counts = [schedule.placement.count(rank) for rank in range(len(graphs))]
+    return max(g / c for g, c in zip(graphs, counts, strict=True))
+
+
+def _badness(schedule: Schedule, costs: Costs, limit: float) -> tuple[float, float]:
+    """What to make small: what is held above the limit, then the time."""
+    return max(held(schedule) - limit, 0.0), simulate(schedule, costs).length
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a stage is: the next micro-batch for each kind of action, and what is there for it.
+
+    Args:
+        inputs: When each micro-batch's input arrives.
+        gradients: When the gradient of each micro-batch's output arrives.
+        kept: How many micro-batches keep their forward's activations, the first ones.
+        is_whole: Whether its backward isn't split.
+        under_way: Micro-batches between their forward and their backward.
+        graphs: Micro-batches whose activations it holds.
+    """
+
+    inputs: list[float]
+    gradients: list[float]
+    kept: int
+    is_whole: bool
+    forward: int = 0
+    recompute: int = 0
+    backward: int = 0
+    weights: int = 0
+    under_way: int = 0
+    graphs: int = 0
+
+
+class _Lists:
+    """One run of list scheduling.
+
+    Args:
+        placement: For each stage its rank.
+        micro_batches: M.
+        kept: How many micro-batches keep their forward's activations.
+        costs: What the actions take.
+        whole: Stages whose backward isn't split.
+        limit: The largest number of micro-batches whose activations a rank holds.
+        under_way: The largest number of micro-batches between forward and backward on a rank.
+    """
+
+    def __init__(
+        self,
+        placement: tuple[int, ...],
+        micro_batches: int,
+        kept: int,
+        costs: Costs,
+        whole: frozenset[int],
+        limit: float,
+        under_way: float,
+    ) -> None:
+        self._placement, self._count, self._costs = placement, micro_batches, costs
+        self._last = len(placement) - 1
+        never = [math.inf] * micro_batches
+        self._stages = [
+            _Progress(
+                inputs=list(never) if s else [0.0] * micro_batches,
+                gradients=list(never),
+                kept=micro_batches if s == self._last else kept,  # its backward follows at once
+                is_whole=s in whole,
+            )
+            for s in range(len(placement))
+        ]
+        for stage in self._stages:
+            stage.recompute = stage.kept
+        ranks = range(max(placement) + 1)
+        self._of_rank = [[s for s, at in enumerate(placement) if at == rank] for rank in ranks]
+        self._slots = [limit * placement.count(rank) + 1e-9 for rank in ranks]
+        self._most_under_way = [under_way * placement.count(rank) + 1e-9 for rank in ranks]
+
+    def run(self) -> Schedule | None:
+        """Make the programs; None if they don't come to an end within the limits."""
+        times = self._costs.times
+        programs: list[list[Action]] = [[] for _ in self._of_rank]
+        free = [0.0] * len(programs)
+        events = [(0.0, rank) for rank in range(len(programs))]
+        while events:
+            now, rank = heapq.heappop(events)
+            action = self._best(rank, now) if free[rank] <= now else None
+            if action is None:
+                continue
+            free[rank] = end = now + times[action.op][action.stage]
+            programs[rank].append(action)
+            heapq.heappush(events, (end, rank))
+            heapq.heappush(events, self._do(action, rank, end))
+        if any(stage.weights < self._count for stage in self._stages):
+            return None
+        return Schedule(tuple(map(tuple, programs)), self._placement)
+
+    def _best(self, rank: int, now: float) -> Action | None:
+        """What a rank does now, if there is anything to do.
+
+        Activations that wait for a gradient from another rank leave room for the stages behind
+        them on this rank, which must go on for it to come: a place for each that keeps its
+        activations, too, and one for all that recompute them when the gradient is there.
+        """
+        stages = self._of_rank[rank]
+        free = self._slots[rank] - sum(self._stages[s].graphs for s in stages)
+        may_begin = sum(self._stages[s].under_way for s in stages) + 1 <= self._most_under_way[rank]
+        kept = again = 0
+        best: tuple[int, Action] | None = None
+        for s in reversed(stages):
+            stage = self._stages[s]
+            found = self._choose(stage, now, free, free - kept - again, may_begin)
+            if found is not None and (best is None or found[0] < best[0]):
+                kind, op, m = found
+                best = kind, Action(s, op, m)
+            if not stage.graphs:
+                if stage.backward < stage.kept:
+                    kept += 1
+                else:
+                    again = 1
+        return best[1] if best is not None else None
+
+    @staticmethod
+    def _choose(
+        stage: _Progress, now: float, free: float, room: float, may_begin: bool
+    ) -> tuple[int, Op, int] | None:
+        """What a stage does now, with a number that is the smaller the better that is."""
+        m = stage.backward
+        if m < stage.forward and m < stage.recompute and stage.gradients[m] <= now:
+            return 0, "B" if stage.is_whole else "I", m
+        m = stage.recompute
+        again = m < stage.forward
+        if again and free >= 1 and stage.gradients[m] <= now:
+            return 1, "R", m
+        m = stage.forward
+        has_room = m >= stage.kept or room >= 1
+        if m < len(stage.inputs) and may_begin and has_room and stage.inputs[m] <= now:
+            return 2, "F", m
+        if again and room >= 1:
+            return 3, "R", stage.recompute
+        if stage.weights < stage.backward:
+            return 4, "W", stage.weights
+        return None
+
+    def _do(self, action: Action, rank: int, end: float) -> tuple[float, int]:
+        """Note what an action does. Returns when which rank hears of it."""
+        s, op, m = action
+        stage = self._stages[s]
+        match op:
+            case "F":
+                stage.forward += 1
+                stage.under_way += 1
+                stage.graphs += m < stage.kept
+                if s < self._last:
+                    return self._hand_on(self._stages[s + 1].inputs, m, rank, s + 1, end)
+                stage.gradients[m] = end
+            case "R":
+                stage.recompute += 1
+                stage.graphs += 1
+            case "B" | "I":
+                stage.backward += 1
+                stage.under_way -= 1
+                if op == "B":
+                    stage.weights += 1
+                    stage.graphs -= 1
+                if s:
+                    return self._hand_on(self._stages[s - 1].gradients, m, rank, s - 1, end)
+            case "W":
+                stage.weights += 1
+                stage.graphs -= 1
+        return end, rank
+
+    def _hand_on(
+        self, arrivals: list[float], m: int, rank: int, target: int, end: float
+    ) -> tuple[float, int]:
+        there = self._placement[target]
+        arrivals[m] = end + self._costs.message * (there != rank)
+        return arrivals[m], there
