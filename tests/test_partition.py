@@ -65,7 +65,7 @@ def test_bad_costs(costs: list[float], stages: int, problem: str) -> None:
 
 def test_partition() -> None:
     partition = Partition((1, 3), (5.0, 1.0, 2.0, 2.0), "flops")
-    assert partition.stages == (range(1), range(1, 4))
+    assert partition.stages == ((range(1),), (range(1, 4),))
     assert [partition.stage_of(i) for i in range(4)] == [0, 1, 1, 1]
     assert partition.shares == (0.5, 0.5)
     assert expected_bubble(partition, 4, "never") == pytest.approx(1 / 5)

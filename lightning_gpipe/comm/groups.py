@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from lightning_gpipe.comm.messages import Kind, ObjectChannel
 from lightning_gpipe.comm.p2p import Channel
 
 _T = TypeVar("_T")
+#: What crosses between stages.
+Crossing: TypeAlias = Literal["activations", "gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,10 @@ class Groups:
     Args:
         pipeline: The object channel between the stages of this rank's pipeline.
         siblings: The object channel between the replicas of this rank's stage.
-        activations: Groups that carry activations from stage to stage. Two links of one stage use
-            different ones where a backend runs the messages of a group in order, so that no send
-            waits for a later receive. Empty where there is one stage.
+        activations: Groups that carry activations from stage to stage. Where a backend runs the
+            messages of a group in order, two links of one stage use different ones, and so do two
+            links between the same stages, so that no send waits for a later receive. Empty where
+            there is one stage.
         gradients: The same for gradients, from stage to stage the other way.
     """
 
@@ -40,11 +43,19 @@ class Groups:
     gradients: tuple[dist.ProcessGroup, ...]
 
     @classmethod
-    def connect(cls, stages: int, backend: str, device: torch.device, timeout: timedelta) -> Groups:
+    def connect(
+        cls,
+        stages: int,
+        virtual_stages: int,
+        backend: str,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> Groups:
         """Make this rank's groups. Collective over the world.
 
         Args:
             stages: K, by which the world's size is divisible: rank = replica · K + stage.
+            virtual_stages: V, the number of virtual stages of each.
             backend: Backend for the tensors.
             device: This rank's device.
             timeout: How long a rank waits for another before it gives up.
@@ -65,7 +76,7 @@ class Groups:
             host = make(partition, "gloo")
             return host, host if through_host else make(partition, backend)
 
-        lanes = range(0 if stages == 1 else 1 if through_host else 2)
+        lanes = range(0 if stages == 1 else 1 if through_host else 2 * virtual_stages)
         return cls(
             ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines)),
             ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings)),
@@ -141,16 +152,18 @@ class Groups:
         for group in (*self.activations, *self.gradients):
             dist.destroy_process_group(group)
 
-    def channel(self, neighbour: int, lanes: tuple[dist.ProcessGroup, ...]) -> Channel | None:
-        """The channel to a neighbouring stage, if there is one.
+    def channel(self, peer: int, boundary: int, kind: Crossing) -> Channel:
+        """The channel to another stage.
 
         Args:
-            neighbour: The stage before or after this one.
-            lanes: ``activations`` or ``gradients``.
+            peer: The stage at the other end.
+            boundary: The virtual stage before the boundary.
+            kind: What crosses.
         """
-        if not 0 <= neighbour < self.stages:
-            return None
-        pipeline, lane = self.pipeline, lanes[min(self.stage, neighbour) % len(lanes)]
-        rank = self.ranks[neighbour]
+        pipeline = self.pipeline
+        lanes = self.activations if kind == "activations" else self.gradients
+        lane = lanes[(2 * (boundary // self.stages) + boundary % 2) % len(lanes)]
+        rank = self.ranks[peer]
         place = dist.get_group_rank(pipeline.host, rank)
-        return Channel(rank, place, pipeline.host, lane, self.device, pipeline.through_host)
+        number = 2 * boundary + (kind == "gradients")
+        return Channel(rank, place, pipeline.host, lane, self.device, pipeline.through_host, number)

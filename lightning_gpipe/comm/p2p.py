@@ -38,11 +38,12 @@ from lightning_gpipe.tensors.tree import Tree
 _PLACE_AND_LENGTH = struct.Struct("<qqq")  # training, micro-batch, bytes of a new signature
 _INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
 _HEADER, _BESIDE, _DATA, _HOST = range(1, 5)  # message tags, as far as the backend knows tags
+_TAGS = 8  # of each channel
 _AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts all
-# Micro-batches that a sender leaves under way before it waits for the oldest: gloo tells of a
-# finished send only to who waits for it. The receiver has posted its receives by then unless it is
-# behind, and then there is nothing to win.
-_IN_FLIGHT = _AHEAD + 1
+# Micro-batches that a sender leaves under way at least before it waits for the oldest: gloo tells
+# of a finished send only to who waits for it. The receiver has posted its receives by then unless
+# it is behind, and then there is nothing to win.
+_UNDER_WAY = _AHEAD + 1
 
 
 _Place: TypeAlias = tuple[bool, int]  # whether the call trains, and the micro-batch
@@ -89,6 +90,7 @@ class Channel:
             neither direction can block the other.
         device: This rank's device.
         through_host: Whether ``data`` reaches host memory only.
+        number: Tells it from other channels between the same ranks.
     """
 
     peer: int
@@ -97,6 +99,7 @@ class Channel:
     data: dist.ProcessGroup
     device: torch.device
     through_host: bool
+    number: int = 0
 
     def is_in_host(self, kind: TensorType) -> bool:
         """Whether a tensor's bytes travel through host memory."""
@@ -112,10 +115,12 @@ class Channel:
 
     def send(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
         """Send bytes to the other end, without waiting; None: there are none."""
+        tag += _TAGS * self.number
         return group.send([data], self.peer_in_group, tag) if data.numel() else None
 
     def receive(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
         """Receive bytes from the other end, without waiting; None: there are none."""
+        tag += _TAGS * self.number
         return group.recv([data], self.peer_in_group, tag) if data.numel() else None
 
 
@@ -124,9 +129,15 @@ _Pending: TypeAlias = tuple[Tensor, dist.Work | None]  # None: nothing to wait f
 
 @dataclass(slots=True)
 class Sender:
-    """The sending end of a link."""
+    """The sending end of a link.
+
+    Args:
+        channel: Its channel.
+        under_way: The number of micro-batches that may be under way.
+    """
 
     channel: Channel
+    under_way: int = _UNDER_WAY
     _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _sent: int = 0
     _pending: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
@@ -141,7 +152,7 @@ class Sender:
             training: Whether the call trains; the receiver expects the same.
         """
         self._sent += 1
-        while self._pending and self._pending[0][0] <= self._sent - _IN_FLIGHT:
+        while self._pending and self._pending[0][0] <= self._sent - self.under_way:
             self._pending.popleft()[2].wait()
         memory, channel = self._memory.setdefault((training, m), _Memory()), self.channel
         signature = memory.signature
@@ -169,6 +180,10 @@ class Sender:
                 else:
                     self._post(part, *channel.lane(kind)[1:])
         memory.update(signature, channel)
+
+    def allow(self, under_way: int) -> None:
+        """Let so many micro-batches be under way before the oldest is waited for."""
+        self.under_way = max(under_way, _UNDER_WAY)
 
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""

@@ -24,7 +24,8 @@ from lightning_gpipe.schedule.actions import Action, Program, kept_graphs
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
 
-BeforeLast: TypeAlias = Callable[[], Tensor | None]
+#: Called with a stage before its last backward; may return a scalar to run it from as well.
+BeforeLast: TypeAlias = Callable[[int], Tensor | None]
 
 
 class Source(Protocol):
@@ -179,8 +180,7 @@ class Executor:
             actions: A part of the program with which the mini-batch began.
             batch: The mini-batch.
             retain: Whether its graphs are needed once more.
-            before_last: Called before the last action; may return a scalar to run its backward from
-                as well.
+            before_last: Called before each stage's last backward.
         """
         try:
             self._run(actions, batch, retain, before_last)
@@ -201,6 +201,7 @@ class Executor:
                 self._activations_in(index, batch).expect(order, torch.is_grad_enabled())
         waiting = deque(action for action in actions if action.op in ("B", "I"))
         self._expect_gradients(waiting, batch)
+        last = {action.stage: position for position, action in enumerate(actions)}
         with ExitStack() as stack:
             if any(action.op in ("F", "R") for action in actions):  # layers run
                 stack.enter_context(preserved(self._device))
@@ -214,8 +215,8 @@ class Executor:
                     case "R":
                         self._recompute(action, batch, retain)
                     case "B":
-                        is_last = before_last is not None and position == len(actions) - 1
-                        also = before_last() if before_last is not None and is_last else None
+                        is_last = before_last is not None and position == last[action.stage]
+                        also = before_last(action.stage) if before_last and is_last else None
                         self._backward(action, batch, retain, also)
                     case "I":
                         self._backward(action, batch)

@@ -7,7 +7,7 @@ reaches the call; see :mod:`lightning_gpipe.engine.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,21 +17,52 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.comm.p2p import Receiver, Sender
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.executor import BeforeLast, Executor, Links, MiniBatch
+from lightning_gpipe.engine.executor import BeforeLast, Executor, MiniBatch
+from lightning_gpipe.engine.links import RankLinks
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.steering import Steering
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.schedule.actions import Action
+from lightning_gpipe.schedule.actions import Program, Schedule
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
 from lightning_gpipe.schedule.placement import rounds
+from lightning_gpipe.schedule.simulate import leads
 from lightning_gpipe.tensors.microbatch import GetOutline, Outline, Split, unknown
 from lightning_gpipe.tensors.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a rank does in a call.
+
+    Args:
+        program: Its actions.
+        forwards: Those of them that run in the user's call.
+        backwards: Those that run in the backward.
+        leads: See :func:`lightning_gpipe.schedule.simulate.leads`.
+    """
+
+    program: Program
+    forwards: Program
+    backwards: Program
+    leads: Mapping[tuple[int, int], int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> Plan:
+        """A rank's part of a schedule.
+
+        Raises:
+            ValueError: If the schedule isn't valid.
+        """
+        validate(schedule)
+        program = schedule.programs[rank]
+        forwards = tuple(action for action in program if action.op == "F")
+        backwards = tuple(action for action in program if action.op != "F")
+        return cls(program, forwards, backwards, leads(schedule))
 
 
 @dataclass(slots=True)
@@ -40,19 +71,19 @@ class Call:
 
     Args:
         number: Counts the calls; the same on every stage.
+        plan: What this rank does.
         batch: The micro-batches of this rank.
         input_side: The input; without its parts on other stages than the first.
         output_side: The output; without its parts on other stages than the last.
-        backwards: The backward part of this rank's program.
         wanted: Output leaves that want a gradient.
         gradients: Their gradients, as far as they arose on this stage.
     """
 
     number: int
+    plan: Plan
     batch: MiniBatch
     input_side: BatchInput
     output_side: BatchOutput
-    backwards: tuple[Action, ...]
     wanted: list[int] = field(default_factory=list)
     gradients: Sequence[Tensor | None] | None = None
 
@@ -65,7 +96,7 @@ class WholeBatch:
     """The pipeline as one rank's step sees it.
 
     Args:
-        stage: The layers of this rank.
+        stages: The layers of this rank, by virtual stage.
         groups: The process groups.
         chunks: M.
         checkpoint: Which micro-batches are re-materialized.
@@ -76,7 +107,7 @@ class WholeBatch:
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Mapping[int, Stage],
         groups: Groups,
         chunks: int,
         checkpoint: Checkpoint,
@@ -84,7 +115,8 @@ class WholeBatch:
         trial: Trial,
         parameters: frozenset[int],
     ) -> None:
-        validate(fill_drain(rounds(groups.stages), chunks, checkpoint))
+        self._placement = rounds(groups.stages, len(stages))
+        self._plans: dict[tuple[bool, int], Plan] = {}
         self._groups = groups
         self._control = groups.pipeline
         self._chunks = chunks
@@ -95,12 +127,9 @@ class WholeBatch:
         self._calls = 0
         self._retain = False
         self._before_last: BeforeLast | None = None
-        links = _links(groups)
-        self._senders = [s for s in (links.activations_out, links.gradients_out) if s is not None]
+        self._links = RankLinks(self._placement, groups)
         self._trial = trial
-        self._executor = Executor(
-            {groups.stage: stage}, {groups.stage: links}, groups.device, trial
-        )
+        self._executor = Executor(stages, self._links.of_stages, groups.device, trial)
         self._steering = Steering(groups, parameters)
 
     def begin_step(self, *step: int) -> None:
@@ -119,9 +148,7 @@ class WholeBatch:
 
     def flush(self) -> None:
         """Wait until everything sent has arrived."""
-        for sender in self._senders:
-            if isinstance(sender, Sender):
-                sender.flush()
+        self._links.flush()
 
     # ------------------------------------------------------------------ forward
 
@@ -147,9 +174,8 @@ class WholeBatch:
         batch = Tree.of(value, "The backbone's input")
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
-        forwards = tuple(action for action in self._program(split) if action.op == "F")
         with record_function("gpipe_forward"), self._steering.forward():
-            self._executor.run(forwards, call.batch)
+            self._executor.run(call.plan.forwards, call.batch)
         self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
         self._executor.end_forward(call.batch)
@@ -167,15 +193,16 @@ class WholeBatch:
             leaves[i] = leaf
         return output.with_leaves(leaves).value()
 
-    def _program(self, split: Split) -> tuple[Action, ...]:
+    def _plan(self, split: Split) -> Plan:
         """What this rank does in a call."""
-        placement, count = rounds(self._groups.stages), len(split.sizes)
-        schedule = (
-            fill_drain(placement, count, self._checkpoint)
-            if torch.is_grad_enabled()
-            else forward_only(placement, count)
-        )
-        return schedule.programs[self._groups.stage]
+        count, trains = len(split.sizes), torch.is_grad_enabled()
+        if (trains, count) not in self._plans:
+            if trains:
+                schedule = fill_drain(self._placement, count, self._checkpoint)
+            else:
+                schedule = forward_only(self._placement, count)
+            self._plans[trains, count] = Plan.of(schedule, self._groups.stage)
+        return self._plans[trains, count]
 
     def _begin(self, batch: Tree, split: Split, run_layer: RunLayer) -> Call:
         """Begin a call, which must be the same one on every stage."""
@@ -184,11 +211,11 @@ class WholeBatch:
         key = (self._seed, self._groups.replica, *self._step, self._calls_in_step)
         self._check_call(key)
         context = ForwardContext.current(key, self._groups.device, run_layer)
-        program = self._program(split)
+        plan = self._plan(split)
+        self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
-        mini_batch = self._executor.begin(program, context, split.sizes, source, target)
-        backwards = tuple(action for action in program if action.op != "F")
-        return Call(self._calls, mini_batch, source, target, backwards)
+        mini_batch = self._executor.begin(plan.program, context, split.sizes, source, target)
+        return Call(self._calls, plan, mini_batch, source, target)
 
     def _check_call(self, key: tuple[int, ...]) -> None:
         """Check that every stage is at the same call of the same step."""
@@ -218,8 +245,8 @@ class WholeBatch:
         Args:
             loss: The user's loss, a scalar, the same on every stage.
             retain: Whether the graph will be needed once more.
-            before_last: Called before the last micro-batch's backward on this stage; may return a
-                scalar to run it from as well.
+            before_last: Called with each virtual stage of this rank before its last micro-batch's
+                backward; may return a scalar to run it from as well.
 
         Returns:
             What to call ``backward`` on; see :meth:`Steering.steer`.
@@ -254,7 +281,7 @@ class WholeBatch:
             call.output_side.set_gradients(call.wanted, gradients)
         before_last = self._before_last if self._steering.is_through else None
         with record_function("gpipe_backward"):
-            self._executor.run(call.backwards, call.batch, self._retain, before_last)
+            self._executor.run(call.plan.backwards, call.batch, self._retain, before_last)
         if self._trial.has_failed:  # other calls may follow, for which other stages wait
             return []
         return call.input_side.gradients() if self._groups.is_first else []
@@ -277,18 +304,3 @@ class WholeBatch:
                 own = gradients[i]
                 gradients[i] = part if own is None else own if part is None else own + part
         return gradients
-
-
-def _links(groups: Groups) -> Links:
-    """What the stage of this rank is linked to."""
-    before, after = groups.stage - 1, groups.stage + 1
-    activations_in = groups.channel(before, groups.activations)
-    activations_out = groups.channel(after, groups.activations)
-    gradients_in = groups.channel(after, groups.gradients)
-    gradients_out = groups.channel(before, groups.gradients)
-    return Links(
-        Receiver(activations_in) if activations_in else None,
-        Sender(activations_out) if activations_out else None,
-        Receiver(gradients_in) if gradients_in else None,
-        Sender(gradients_out) if gradients_out else None,
-    )

@@ -26,18 +26,23 @@ class SharedParameters:
     Args:
         slots: The replicated parameters and buffers, in the same order on every stage.
         own: The parameters and buffers that this stage alone holds.
+        shared_buffers: Buffers that layers of several virtual stages use, on whichever stage.
         groups: The process groups.
         broadcast_buffers: Whether replicas take over the first one's buffers.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], own: Sequence[Slot], groups: Groups, broadcast_buffers: bool
+        self,
+        slots: Sequence[Slot],
+        own: Sequence[Slot],
+        shared_buffers: Sequence[Slot],
+        groups: Groups,
+        broadcast_buffers: bool,
     ) -> None:
         tensors = [slot.tensor for slot in slots if slot.is_parameter]
         self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
-        buffers = [slot for slot in slots if not slot.is_parameter]
-        self._outside = [slot for slot in buffers if slot.is_outside]
-        self._shared = [slot for slot in buffers if not slot.is_outside]
+        self._outside = [slot for slot in slots if not slot.is_parameter and slot.is_outside]
+        self._shared = list(shared_buffers)
         self._versions = [slot.tensor._version for slot in self._shared]
         self._groups = groups
         #: buffers, and among whom they become equal
@@ -69,6 +74,7 @@ class SharedParameters:
         """
         groups = self._groups
         if groups.stages == groups.replicas == 1:
+            self._refuse_moved(self._moved())
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
@@ -98,14 +104,7 @@ class SharedParameters:
         for channel in (groups.pipeline, groups.siblings):
             news = channel.all_reduce(news, dist.ReduceOp.MAX)
         anywhere = news.bool().tolist()
-        moved = anywhere[len(self._parameters) :]
-        if any(moved):
-            name = self._shared[moved.index(True)].names[0]
-            raise RuntimeError(
-                f"The buffer {name} is used by layers of several stages, and one changed it: each"
-                " stage would have its own. Give each layer a buffer of its own, or choose a"
-                " `balance` that keeps its users on one stage."
-            )
+        self._refuse_moved(anywhere[len(self._parameters) :])
         wanted = [p for p, has in zip(self._parameters, anywhere, strict=False) if has]
         for dtype in dict.fromkeys(p.dtype for p in wanted):
             self._sum([p for p in wanted if p.dtype == dtype])
@@ -114,6 +113,15 @@ class SharedParameters:
         """For each buffer that layers of several stages share whether this stage changed it."""
         pairs = zip(self._shared, self._versions, strict=True)
         return [slot.tensor._version != version for slot, version in pairs]
+
+    def _refuse_moved(self, moved: Sequence[bool]) -> None:
+        if any(moved):
+            name = self._shared[moved.index(True)].names[0]
+            raise RuntimeError(
+                f"The buffer {name} is used by layers of several stages, and one changed it: each"
+                " stage would have its own. Give each layer a buffer of its own, or choose a"
+                " `balance` that keeps its users on one stage."
+            )
 
     def _sum(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:

@@ -24,6 +24,7 @@ class Slot:
         owner: The stage that holds it; None: every stage does, because it is used outside the
             backbone or by several stages.
         is_outside: Whether it is used outside the backbone.
+        parts: The virtual stages that use it.
     """
 
     names: tuple[str, ...]
@@ -31,6 +32,7 @@ class Slot:
     is_parameter: bool
     owner: int | None
     is_outside: bool
+    parts: tuple[int, ...] = ()
 
     @property
     def current(self) -> Tensor | None:
@@ -171,12 +173,14 @@ def outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]
 
 def slots_of(module: nn.Module, backbone: str, partition: Partition) -> Iterator[Slot]:
     """Every parameter and buffer of a module, with the stage that holds it."""
+    parts: dict[int, dict[int, None]] = {}
     body = module.get_submodule(backbone)
     outside = outside_tensors(module, body)
     users: dict[int, set[int | None]] = {key: {None} for key in outside}
     for index, layer in enumerate(layers_of(body)):
         for tensor in (*layer.parameters(), *layer.buffers()):
             users.setdefault(id(tensor), set()).add(partition.stage_of(index))
+            parts.setdefault(id(tensor), {})[partition.part_of(index)] = None
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for values, is_parameter in ((owner._parameters, True), (owner._buffers, False)):
@@ -188,4 +192,5 @@ def slots_of(module: nn.Module, backbone: str, partition: Partition) -> Iterator
     for key, (names, places, is_parameter) in found.items():
         stages = users.get(key, {None})
         owner_stage = next(iter(stages)) if len(stages) == 1 else None
-        yield Slot(tuple(names), tuple(places), is_parameter, owner_stage, key in outside)
+        used = tuple(parts.get(key, ()))
+        yield Slot(tuple(names), tuple(places), is_parameter, owner_stage, key in outside, used)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,8 @@ class Pipeline:
         tensors: What this stage holds.
         per_sample: Tells which tensors of the backbone's input are split.
         engine: Runs this stage's micro-batches.
-        data_parallel: Averages this stage's gradients over the replicas.
+        data_parallel: For each virtual stage, in the order of their last backwards, what averages
+            its gradients over the replicas.
         shared: Sums the gradients of what every stage holds.
         parameter_hooks: Calls the user's hooks on parameters once per backward.
         structure: Notices layers and parameters that change.
@@ -94,7 +95,7 @@ class Pipeline:
     tensors: StageTensors
     per_sample: PerSample
     engine: WholeBatch
-    data_parallel: DataParallel
+    data_parallel: Mapping[int, DataParallel]
     shared: SharedParameters
     parameter_hooks: ParameterHooks
     structure: Structure
@@ -136,16 +137,20 @@ class Pipeline:
         """See :meth:`PipelinedModule.backward`."""
         with self.parameter_hooks.postponed(self.shared.sum_up) as need_sums:
             self.shared.before_backward()
-            expect_last = self.data_parallel.expect_last if synchronize else None
+            expect_last = self._expect_last if synchronize else None
             with self.surroundings.trial.shared():
                 yield self.engine.steer(loss, retain, expect_last)
                 self.engine.finish_backward()
             if synchronize:
-                self.data_parallel.finish()
+                for average in self.data_parallel.values():
+                    average.finish()
             if synchronize or need_sums:
                 self.shared.synchronize()
         if synchronize:
             self.consistency.check(loss)
+
+    def _expect_last(self, part: int) -> Tensor | None:
+        return self.data_parallel[part].expect_last()
 
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
@@ -178,7 +183,8 @@ class Pipeline:
         if restore:
             self.engine.flush()
         self.engine.close()
-        self.data_parallel.close()
+        for average in self.data_parallel.values():
+            average.close()
         if restore:
             self._restore()
 

@@ -141,9 +141,13 @@ class Uncut:
             tensors.cut()
             share_over_replicas([*placement.own, *placement.shared], groups)
             adopt(around.optimizers(), placement, groups.device)
-            own = {i: self.layers[i] for i in partition.stages[groups.stage]}
+            own = {
+                part: {i: self.layers[i] for i in partition.parts[part]}
+                for part in range(groups.stage, len(partition.parts), groups.stages)
+            }
+            here = [layer for layers in own.values() for layer in layers.values()]
             for layer in self.layers:
-                if layer not in own.values():
+                if layer not in here:
                     self.redirections.add(layer, not_alone)
             return self._assembled(replace(around, chunks=chunks), partition, tensors, own)
 
@@ -160,12 +164,18 @@ class Uncut:
         around: Surroundings,
         partition: Partition,
         tensors: StageTensors,
-        own: dict[int, nn.Module],
+        own: dict[int, dict[int, nn.Module]],
     ) -> Pipeline:
         groups, placement = around.groups, tensors.placement
         settings, options = around.settings, around.data_parallel
         deferred = settings.deferred_batch_norm
-        stage = Stage(own, groups.device, deferred, groups.siblings)
+        stages = {
+            part: Stage(layers, groups.device, deferred, groups.siblings)
+            for part, layers in own.items()
+        }
+        last_used = {  # whose backward comes last, of those that use it
+            part: [slot for slot in placement.own if min(slot.parts) == part] for part in own
+        }
         partial = PartialStateDict(around.warn)
         hooks: list[RemovableHandle] = []
         if groups.stages > 1:
@@ -178,7 +188,7 @@ class Uncut:
             tensors,
             PerSample(self.layers, around.chunks, self.redirections.suspended),
             WholeBatch(
-                stage,
+                stages,
                 groups,
                 around.chunks,
                 settings.checkpoint,
@@ -186,9 +196,16 @@ class Uncut:
                 around.trial,
                 frozenset(placement.owners),
             ),
-            DataParallel(placement.own, groups, options),
+            {
+                part: DataParallel(slots, groups, options)
+                for part, slots in reversed(last_used.items())
+            },
             SharedParameters(
-                placement.replicated, placement.own, groups, options.broadcast_buffers
+                placement.replicated,
+                placement.own,
+                placement.shared_buffers,
+                groups,
+                options.broadcast_buffers,
             ),
             ParameterHooks(placement.own, placement.replicated, groups),
             Structure.of(self.module, self.backbone, groups.stages == groups.replicas == 1),

@@ -41,10 +41,10 @@ def decide_partition(
     balance = settings.balance
     costs, unit = parameter_costs(layers), "params"
     if settings.sizes is not None:
-        return Partition(settings.sizes, tuple(costs), unit)
+        return Partition(settings.sizes, tuple(costs), unit, settings.virtual_stages)
     if balance == "flops":
         try:
-            recomputes = settings.checkpoint != "never"
+            recomputes = settings.checkpoint not in ("never", 0)
             costs, unit = flop_costs(layers, run_layer, sample, recomputes), "flops"
         except UntraceableLayer as error:
             warn(
@@ -53,7 +53,8 @@ def decide_partition(
             )
     elif callable(balance):
         costs, unit = function_costs(layers, run_layer, sample, balance), "cost"
-    return Partition(cut(costs, stages), tuple(costs), unit)
+    parts = stages * settings.virtual_stages
+    return Partition(cut(costs, parts), tuple(costs), unit, settings.virtual_stages)
 
 
 def check_layers(layers: int, stages: int, settings: Settings, backbone: str) -> None:
@@ -68,17 +69,24 @@ def check_layers(layers: int, stages: int, settings: Settings, backbone: str) ->
     Raises:
         ValueError: With what to change.
     """
+    virtual = settings.virtual_stages
+    parts, each = stages * virtual, f" x {virtual} virtual stages" if virtual > 1 else ""
     if layers < stages:
         raise ValueError(
             f"The backbone '{backbone}' has {layers} layers, fewer than {stages} stages: use at"
             f" most {layers} devices, or split it into more layers."
         )
+    if layers < parts:
+        raise ValueError(
+            f"The backbone '{backbone}' has {layers} layers, fewer than {stages} stages{each}: give"
+            f" virtual_stages={layers // stages}, or split it into more layers."
+        )
     sizes = settings.sizes
-    if sizes is not None and (len(sizes) != stages or sum(sizes) != layers):
+    if sizes is not None and (len(sizes) != parts or sum(sizes) != layers):
         raise ValueError(
             f"balance={list(sizes)} makes {len(sizes)} stages of {sum(sizes)} layers, but there are"
-            f" {stages} stages and '{backbone}' has {layers} layers: give {stages} numbers that add"
-            f" up to {layers}."
+            f" {stages} stages{each} and '{backbone}' has {layers} layers: give {parts} numbers"
+            f" that add up to {layers}."
         )
 
 

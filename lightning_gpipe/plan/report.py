@@ -44,14 +44,13 @@ def partition_table(
     """
     header = ("Stage", "Device", "Layers", "Parameters", f"Share of {partition.unit}")
     rows = []
-    for k, (indices, share) in enumerate(zip(partition.stages, partition.shares, strict=True)):
-        first, last = indices[0], indices[-1]
-        names = f"{first}" if first == last else f"{first}-{last}"
-        kinds = list(dict.fromkeys(type(layers[i]).__name__ for i in indices))
+    for k, (parts, share) in enumerate(zip(partition.stages, partition.shares, strict=True)):
+        names = ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+        own = [layers[i] for part in parts for i in part]
+        kinds = list(dict.fromkeys(type(layer).__name__ for layer in own))
         shown = ", ".join(kinds[:3]) + (", …" if len(kinds) > 3 else "")
-        count = sum(
-            p.numel() for p in {id(p): p for i in indices for p in layers[i].parameters()}.values()
-        )
+        parameters = {id(p): p for layer in own for p in layer.parameters()}.values()
+        count = sum(p.numel() for p in parameters)
         rows.append((str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"))
     widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
     rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
@@ -59,10 +58,11 @@ def partition_table(
         " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in (header, *rows)
     ]
-    stages = len(partition.sizes)
+    stages, virtual = partition.count, partition.virtual_stages
     return "\n".join(
         [
             f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)}"
+            f"{f' x {virtual} virtual stages' * (virtual > 1)}"
             f"{f' x {replicas} replicas' * (replicas > 1)},"
             f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={checkpoint}",
             lines[0],
@@ -98,8 +98,9 @@ def human(count: int) -> str:
 
 def expected_bubble(partition: Partition, chunks: int, checkpoint: Checkpoint) -> float:
     """Expected share of idle time, 0 to 1; see :data:`BACKWARD_RATIO`."""
-    shares = partition.shares
+    shares = partition.part_shares
     if not sum(shares):
         return 0.0
-    schedule = fill_drain(rounds(len(partition.sizes)), chunks, checkpoint)
+    placement = rounds(partition.count, partition.virtual_stages)
+    schedule = fill_drain(placement, chunks, checkpoint)
     return simulate(schedule, Costs.of(shares)).bubble

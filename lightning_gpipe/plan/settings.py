@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from lightning_gpipe.plan.cost import Balance
@@ -25,16 +25,23 @@ class Settings:
     balance: Balance
     checkpoint: Checkpoint
     deferred_batch_norm: bool
+    virtual_stages: int = 1
 
     def __post_init__(self) -> None:
         for name in ("chunks", "stages"):
             object.__setattr__(self, name, _count(name, getattr(self, name)))
+        if not _is_count(self.virtual_stages):
+            raise ValueError(
+                "virtual_stages must be a whole number from 1, got"
+                f" virtual_stages={self.virtual_stages!r}."
+            )
+        object.__setattr__(self, "virtual_stages", int(self.virtual_stages))
         _check_balance(self.balance)
-        check_choice("checkpoint", self.checkpoint, CHECKPOINT_MODES)
+        object.__setattr__(self, "checkpoint", _checkpoint(self.checkpoint))
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """The layers of each stage, if ``balance`` lists them."""
+        """The layers of each virtual stage, if ``balance`` lists them."""
         if isinstance(self.balance, Sequence) and not isinstance(self.balance, str):
             return tuple(map(int, self.balance))
         return None
@@ -50,6 +57,7 @@ class Settings:
             "balance": getattr(self.balance, "__qualname__", self.balance),
             "checkpoint": self.checkpoint,
             "deferred_batch_norm": self.deferred_batch_norm,
+            "virtual_stages": self.virtual_stages,
         }
 
 
@@ -64,6 +72,21 @@ def _count(name: str, value: object) -> int | str:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _checkpoint(value: object) -> Checkpoint:
+    """A mode, a number of micro-batches, or a share of them from 0.0 to 1.0."""
+    if isinstance(value, str) and value in CHECKPOINT_MODES:
+        return cast(Checkpoint, value)
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, Integral) and 0 <= float(value) <= 1:
+        return float(value)
+    raise ValueError(
+        f"checkpoint must be one of {', '.join(map(repr, CHECKPOINT_MODES))}, a whole number of"
+        " micro-batches from 0, or a share of them from 0.0 to 1.0, got"
+        f" checkpoint={value!r}."
+    )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -66,6 +66,31 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     )
 
 
+def leads(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """How far senders get ahead of receivers.
+
+    Returns:
+        For every pair of neighbouring stages (source, target), the largest number of results that
+        the source has sent and the target has not yet taken, when all actions take as long as each
+        other. With room for as many under way, no rank waits for ever, whatever actions take: this
+        run is one that needs no more.
+    """
+    units = (1.0,) * len(schedule.placement)
+    events = []
+    for span in simulate(schedule, Costs(units, units, units, units, units)).spans:
+        stage, op, _ = span.action
+        if op in ("F", "B", "I"):
+            step = 1 if op == "F" else -1
+            events.append((span.end, 0, (stage, stage + step)))
+            events.append((span.start, 1, (stage - step, stage)))
+    under_way: dict[tuple[int, int], int] = {}
+    most: dict[tuple[int, int], int] = {}
+    for _, is_taken, link in sorted(events):
+        under_way[link] = under_way.get(link, 0) + (-1 if is_taken else 1)
+        most[link] = max(most.get(link, 0), under_way[link])
+    return most
+
+
 def is_complete(schedule: Schedule) -> bool:
     """Whether no rank waits for ever."""
     spans, _ = _replay(schedule, Costs.of([1.0] * len(schedule.placement)))

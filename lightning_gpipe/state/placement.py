@@ -62,6 +62,12 @@ class Placement:
         return [slot for slot in self.replicated if not slot.is_outside]
 
     @property
+    def shared_buffers(self) -> list[Slot]:
+        """Buffers that layers of several virtual stages use, on whichever stage."""
+        inside = (slot for slot in self.slots if not slot.is_parameter and not slot.is_outside)
+        return [slot for slot in inside if len(slot.parts) > 1]
+
+    @property
     def own(self) -> list[Slot]:
         """What this stage alone holds."""
         return [slot for slot in self.slots if slot.owner == self.stage]
@@ -94,11 +100,12 @@ def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:
     for index, layer in enumerate(layers_of(backbone)):
         for module in layer.modules():
             if isinstance(module, _NormBase) and module.track_running_stats:
-                stages.setdefault(module, set()).add(partition.stage_of(index))
+                stages.setdefault(module, set()).add(partition.part_of(index))
+    kind = "virtual stages" if partition.virtual_stages > 1 else "stages"
     for module, users in stages.items():
         if len(users) > 1:
             raise ValueError(
-                f"One {type(module).__name__} with running statistics is used by stages"
+                f"One {type(module).__name__} with running statistics is used by {kind}"
                 f" {sorted(users)}, which can't both move them: use one layer each, or a"
                 " `balance` that keeps its users on one stage."
             )

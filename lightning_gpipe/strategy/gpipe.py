@@ -55,9 +55,13 @@ class GPipeStrategy(ProcessesStrategy):
             ``"params"``, by an explicit list of layers per stage, or by a function of a layer and
             its input (tensors on the meta device) that returns its cost.
         checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
-            but the last, whose backward comes first, ``"never"`` none.
+            but the last, whose backward comes first, ``"never"`` none; or how many, as a number
+            (``3``) or a share (``0.5``). Those whose backward comes first keep their activations.
         deferred_batch_norm: Whether running statistics of batch norm move once per mini-batch, as
             on one device, instead of once per micro-batch.
+        virtual_stages: V, the number of parts of the backbone that each stage runs: layers are cut
+            into V x K parts, and part v runs on stage v modulo K. It divides the time in which
+            stages wait by V, where M is at least K, for V times the messages.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
         start_method: How processes start. ``"popen"``: the script runs once per process;
@@ -89,6 +93,7 @@ class GPipeStrategy(ProcessesStrategy):
         balance: Balance = "flops",
         checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = True,
+        virtual_stages: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
@@ -105,7 +110,9 @@ class GPipeStrategy(ProcessesStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            Settings(chunks, stages, backbone, balance, checkpoint, deferred_batch_norm),
+            Settings(
+                chunks, stages, backbone, balance, checkpoint, deferred_batch_norm, virtual_stages
+            ),
             process_group_backend,
             timeout,
             start_method,

@@ -116,7 +116,8 @@ class PlacedStrategy(ParallelStrategy):
 
     @property
     def _layout(self) -> Layout:
-        return Layout(self.global_rank, self.world_size, self.stages)
+        virtual = self._settings.virtual_stages
+        return Layout(self.global_rank, self.world_size, self.stages, virtual)
 
     def _device_of(self, rank: int) -> torch.device:
         if not self.parallel_devices:

@@ -44,11 +44,13 @@ class Layout:
         rank: This process.
         world_size: The number of processes.
         stages: K.
+        virtual_stages: V.
     """
 
     rank: int
     world_size: int
     stages: int
+    virtual_stages: int
 
     @property
     def stage(self) -> int:
@@ -147,7 +149,9 @@ class World:
             if layout.world_size > 1:
                 self._watchdog = self._watch()
             try:
-                self.groups = Groups.connect(layout.stages, backend, device, connection.timeout)
+                self.groups = Groups.connect(
+                    layout.stages, layout.virtual_stages, backend, device, connection.timeout
+                )
             except BaseException as error:
                 self.report(error)
                 self._leave()
