@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_gpipe.model.remote import NotHere, Origin, RemoteTensor, StepTrace
+from lightning_gpipe.model.remote import NotHere, Origin, RemoteTensor
+from lightning_gpipe.model.step_trace import StepTrace
 
 FIRST, LAST = frozenset({0}), frozenset({1})
 CPU = torch.device("cpu")
@@ -38,17 +39,17 @@ class Stage:
         self.index, self.model = index, copy.deepcopy(model)
         held = {id(self.model.embed.weight): FIRST}
         held |= {id(p): LAST for p in self.model.head.parameters()}
-        self.trace = StepTrace(index, lambda tensor: held.get(id(tensor)))
+        self.trace = StepTrace(index, lambda tensor: held.get(id(tensor)), lambda m, call: None)
 
     def call(self, hidden: Tensor, crossing: dict[str, Tensor]) -> Tensor:
         """The backbone in the step: the first stage gives its input, the last has its output."""
         if self.index == 0:
             crossing["hidden"] = hidden.detach()
             meta = torch.empty(hidden.shape, device="meta", requires_grad=True)
-            output: Tensor = RemoteTensor.like(meta, CPU, self.trace.next_origin(0, LAST))
+            output: Tensor = self.trace.remote(meta, CPU, 0, LAST)
         else:
             output = self.model.backbone(crossing["hidden"])
-        self.trace.arrive("backbone", [output], LAST)
+        self.trace.arrive("backbone", [hidden], [output], LAST)
         return output
 
     def run(self, step: Callable[..., Any], m: int, crossing: dict[str, Tensor]) -> Any:
@@ -71,7 +72,7 @@ def both(step: Callable[..., Any], micro_batches: int = 2) -> tuple[list[Stage],
         for stage in stages:
             results[stage.index].append(stage.run(step, m, crossing))
     first, last = stages
-    assert first.trace.calls == last.trace.calls, "the same functions in the same order"
+    assert first.trace.mark == last.trace.mark, "the same functions in the same order"
     told = {**first.trace.left(), **last.trace.left()}
     for stage in stages:
         stage.trace.tell(told)

@@ -9,8 +9,8 @@ and the two ends of a mini-batch; everything between them happens here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -97,12 +97,15 @@ class MiniBatch:
         input_side: What feeds F on the first stage, and takes the input's gradient of its B.
         output_side: What takes F's output on the last stage, and feeds its B.
         calls: What each stage of this rank knows of it.
+        waiting: Backwards that are to come, of which it isn't known yet whether they get a
+            gradient.
     """
 
     kept: frozenset[tuple[int, int]]
     input_side: InputSide
     output_side: OutputSide
     calls: dict[int, StageCall]
+    waiting: deque[Action] = field(default_factory=deque)
 
     @property
     def is_released(self) -> bool:
@@ -182,46 +185,59 @@ class Executor:
             retain: Whether its graphs are needed once more.
             before_last: Called before each stage's last backward.
         """
-        try:
-            self._run(actions, batch, retain, before_last)
-        except RuntimeError:
-            self._trial.end()
-            raise
+        self.announce(actions, batch)
+        last = {action.stage: action for action in actions}
+        layers_run = any(action.op in ("F", "R") for action in actions)
+        with self.preserved_generators() if layers_run else nullcontext():
+            for action in actions:
+                is_last = before_last is not None and action is last[action.stage]
+                also = before_last(action.stage) if before_last and is_last else None
+                self.do(action, batch, retain, also)
 
-    def _run(
-        self,
-        actions: Sequence[Action],
-        batch: MiniBatch,
-        retain: bool,
-        before_last: BeforeLast | None,
-    ) -> None:
+    @contextmanager
+    def preserved_generators(self) -> Iterator[None]:
+        """Put all random generators that layers draw from back at the end."""
+        with preserved(self._device), ExitStack() as stack:
+            for stage in self._stages.values():
+                stack.enter_context(stage.preserved_generators())
+            yield
+
+    def announce(self, actions: Sequence[Action], batch: MiniBatch) -> None:
+        """Tell in which order a mini-batch's actions come, before the first of them."""
         for index in self._stages:
             order = [m for stage, op, m in actions if op == "F" and stage == index]
             if order:
                 self._activations_in(index, batch).expect(order, torch.is_grad_enabled())
-        waiting = deque(action for action in actions if action.op in ("B", "I"))
-        self._expect_gradients(waiting, batch)
-        last = {action.stage: position for position, action in enumerate(actions)}
-        with ExitStack() as stack:
-            if any(action.op in ("F", "R") for action in actions):  # layers run
-                stack.enter_context(preserved(self._device))
-                for stage in self._stages.values():
-                    stack.enter_context(stage.preserved_generators())
-            for position, action in enumerate(actions):
-                match action.op:
-                    case "F":
-                        self._forward(action, batch)
-                        self._expect_gradients(waiting, batch)
-                    case "R":
-                        self._recompute(action, batch, retain)
-                    case "B":
-                        is_last = before_last is not None and position == last[action.stage]
-                        also = before_last(action.stage) if before_last and is_last else None
-                        self._backward(action, batch, retain, also)
-                    case "I":
-                        self._backward(action, batch)
-                    case "W":
-                        self._backward_weights(action, batch)
+        batch.waiting = deque(action for action in actions if action.op in ("B", "I"))
+        self._expect_gradients(batch)
+
+    def do(
+        self, action: Action, batch: MiniBatch, retain: bool = False, also: Tensor | None = None
+    ) -> None:
+        """Run one of the actions that were announced.
+
+        Args:
+            action: The action.
+            batch: The mini-batch.
+            retain: Whether its graphs are needed once more.
+            also: A scalar to run a backward from as well.
+        """
+        try:
+            match action.op:
+                case "F":
+                    self._forward(action, batch)
+                    self._expect_gradients(batch)
+                case "R":
+                    self._recompute(action, batch, retain)
+                case "B":
+                    self._backward(action, batch, retain, also)
+                case "I":
+                    self._backward(action, batch)
+                case "W":
+                    self._backward_weights(action, batch)
+        except RuntimeError:
+            self._trial.end()
+            raise
 
     def _forward(self, action: Action, batch: MiniBatch) -> None:
         index, _, m = action
@@ -282,9 +298,10 @@ class Executor:
                 self._stages[action.stage].backward_weights(call, action.micro_batch)
         del call.micro_batches[action.micro_batch]
 
-    def _expect_gradients(self, waiting: deque[Action], batch: MiniBatch) -> None:
+    def _expect_gradients(self, batch: MiniBatch) -> None:
         """Announce the backwards of which it is known whether they get a gradient."""
         orders: dict[int, list[int]] = {}
+        waiting = batch.waiting
         while waiting:
             stage, _, m = waiting[0]
             record = batch.calls[stage].micro_batches.get(m)

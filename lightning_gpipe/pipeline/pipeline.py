@@ -137,7 +137,7 @@ class Pipeline:
         """See :meth:`PipelinedModule.backward`."""
         with self.parameter_hooks.postponed(self.shared.sum_up) as need_sums:
             self.shared.before_backward()
-            expect_last = self._expect_last if synchronize else None
+            expect_last = partial(_expect_last, self.data_parallel) if synchronize else None
             with self.surroundings.trial.shared():
                 yield self.engine.steer(loss, retain, expect_last)
                 self.engine.finish_backward()
@@ -148,9 +148,6 @@ class Pipeline:
                 self.shared.synchronize()
         if synchronize:
             self.consistency.check(loss)
-
-    def _expect_last(self, part: int) -> Tensor | None:
-        return self.data_parallel[part].expect_last()
 
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
@@ -200,3 +197,7 @@ class Pipeline:
             if groups.is_first and groups.replica == 0:
                 optimizer.load_state_dict(state)
             state_to(optimizer, HOST)
+
+
+def _expect_last(data_parallel: Mapping[int, DataParallel], part: int) -> Tensor | None:
+    return data_parallel[part].expect_last()

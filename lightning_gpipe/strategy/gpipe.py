@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,20 +18,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
-from lightning_gpipe.model.parameters import materialize
-from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.checkpoint import Checkpoint
-from lightning_gpipe.strategy import refusals, saving
+from lightning_gpipe.strategy import refusals
 from lightning_gpipe.strategy.loggers import LoggedSettings
-from lightning_gpipe.strategy.processes import ProcessesStrategy, StartMethod
+from lightning_gpipe.strategy.processes import StartMethod
 from lightning_gpipe.strategy.run import Run
+from lightning_gpipe.strategy.saving_strategy import SavingStrategy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class GPipeStrategy(ProcessesStrategy):
+class GPipeStrategy(SavingStrategy):
     """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
 
     The module's steps call an ``nn.Sequential``, the *backbone*. Its layers are cut into K stages,
@@ -131,13 +128,6 @@ class GPipeStrategy(ProcessesStrategy):
             ddp_comm_wrapper,
         )
         self._logged = LoggedSettings()
-        self._partition: Partition | None = None
-        self._run: Run | None = None  # from setup to teardown
-
-    @property
-    def partition(self) -> Partition | None:
-        """Which layers each stage has; None until the module is cut, by the first step."""
-        return self._run.pipeline.partition if self._run is not None else self._partition
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -234,62 +224,6 @@ class GPipeStrategy(ProcessesStrategy):
             RuntimeError: If the norm isn't finite, and ``error_if_nonfinite``.
         """
         return self._running.clip(_listed(parameters), max_norm, norm_type, error_if_nonfinite)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._run is None:
-            return super().lightning_module_state_dict()
-        return self._run.state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._run is None:
-            return super().optimizer_state(optimizer)
-        return self._run.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
-
-    @override
-    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not self._can_gather:
-            if not self._has_saved:
-                saving.warn_of_loss(filepath)
-            return
-        how = saving.record(self.chunks, self.stages, self.replicas, self.partition)
-        checkpoint[saving.RECORD] = how
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self._can_gather:  # else the one to take its place isn't written
-            super().remove_checkpoint(filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        checkpoint = saving.read(read, checkpoint_path)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self.go_on_from(checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._run is None:
-            materialize(self._module)  # what an earlier run left
-        with warnings.catch_warnings():  # what this stage doesn't hold stays on meta
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
-            super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._run is None:
-            super().load_optimizer_state_dict(checkpoint)
-        else:
-            self._run.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-
-    @property
-    def _running(self) -> Run:
-        if self._run is not None:
-            return self._run
-        raise RuntimeError("The pipeline is not set up: call this inside a run of the Trainer.")
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

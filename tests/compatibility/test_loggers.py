@@ -38,6 +38,7 @@ SETTINGS = {
     "balance": "flops",
     "checkpoint": "except_last",
     "deferred_batch_norm": True,
+    "virtual_stages": 1,
 }
 
 

@@ -1,0 +1,304 @@
+"""Runs the functions that a user's step calls, as far as their arguments are on this stage.
+
+Stages agree on what is meant by the number of a call: they run the same functions in the same
+order, some of them for real and others on the meta device. What a function draws of random numbers
+depends on that number alone, so it doesn't matter which stages run it.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_gpipe.model.remote import (
+    NotHere,
+    Number,
+    Origin,
+    RemoteTensor,
+    Where,
+    device_of,
+    is_metadata,
+    name_of,
+    on_meta,
+    origin_of,
+    read_metadata,
+    refusal,
+    set_origin,
+    tensors_in,
+    told,
+    writes,
+)
+
+#: Functions that may draw random numbers.
+_DRAWS = re.compile(
+    r"rand|normal|uniform|bernoulli|multinomial|dropout|poisson|cauchy|exponential|geometric|gumbel"
+    r"|rrelu|attention|lstm|gru|rnn|orthogonal"
+)
+_WITHOUT_GRADIENT = {"detach", "detach_"}
+_OF = "_gpipe_of"
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Uses:
+    """On which side of the backbone a step uses which parameters.
+
+    Args:
+        parameters: Those that are watched, by ``id``.
+        before: Those of which the backbone's input is computed.
+        after: Those that meet something that is computed of the backbone's output.
+        seen: Those that any function was given.
+    """
+
+    parameters: frozenset[int]
+    before: set[int] = field(default_factory=set)
+    after: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+
+    def of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """The parameters of which tensors are computed."""
+        found = _NOTHING
+        for tensor in tensors:
+            if id(tensor) in self.parameters:
+                self.seen.add(id(tensor))
+                found |= {id(tensor)}
+            found |= tensor.__dict__.get(_OF, _NOTHING)
+        return found
+
+
+class StepTrace(TorchFunctionMode):
+    """Follows the values of a step over the stages.
+
+    Args:
+        here: This rank's stage.
+        holders: The stages that hold a parameter or buffer; None: every stage.
+        seed: Seeds the random generators for a micro-batch and a call in it.
+    """
+
+    def __init__(
+        self,
+        here: int,
+        holders: Callable[[Tensor], Where | None],
+        seed: Callable[[int, int], object],
+    ) -> None:
+        super().__init__()
+        self._here, self._holders, self._seed = here, holders, seed
+        self._micro_batch = self._calls = self._mark = 0
+        self._made: dict[Number, weakref.ref[Tensor]] = {}
+        self.sources: set[int] = set()  # stages that have values which others don't
+        self.uses: Uses | None = None
+
+    @property
+    def mark(self) -> int:
+        """What tells whether two stages have called the same functions in the same order."""
+        return self._mark
+
+    def begin(self, micro_batch: int) -> None:
+        """Begin the step of a micro-batch."""
+        self._micro_batch, self._calls = micro_batch, 0
+        self._seed(micro_batch, 0)
+
+    def suspended(self) -> AbstractContextManager[Any]:
+        """Run code inside this context that isn't the step's."""
+        paused: AbstractContextManager[Any] = _pop_mode_temporarily()
+        return paused
+
+    def arrive(self, name: str, given: Any, results: Sequence[Tensor], where: Where) -> None:
+        """Number tensors that something else than a function has made, such as the backbone.
+
+        Args:
+            name: What has made them.
+            given: What it was given.
+            results: The tensors: remote ones where they aren't here.
+            where: The stages that have them.
+        """
+        self._count(name)
+        self._seed(self._micro_batch, self._calls)
+        if self.uses is not None:
+            self.uses.before |= self.uses.of(tensors_in(given))
+        for i, tensor in enumerate(results):
+            self._note(tensor, Origin(self._number(i), where))
+
+    def remote(self, meta: Tensor, device: torch.device, output: int, where: Where) -> RemoteTensor:
+        """A tensor that :meth:`arrive` is about to number, on a stage that hasn't got it."""
+        number = Number(self._micro_batch, self._calls + 1, output)
+        return RemoteTensor.like(meta, device, Origin(number, where))
+
+    def is_here(self, value: Any) -> bool:
+        """Whether this stage has all of a value."""
+        places = [self._where(tensor) for tensor in tensors_in(value)]
+        return all(where is None or self._here in where for where in places)
+
+    def where(self, value: Any) -> Where | None:
+        """The stages that have all of a value; None: every stage."""
+        places = [where for where in map(self._where, tensors_in(value)) if where is not None]
+        return frozenset.intersection(*places) if places else None
+
+    def left(self) -> dict[Number, Tensor]:
+        """What is left of the values that this stage tells the others, by their numbers."""
+        found = {}
+        for number, made in self._made.items():
+            tensor = made()
+            origin = origin_of(tensor) if tensor is not None else None
+            if tensor is None or origin is None or origin.number != number:
+                continue
+            if min(origin.where) == self._here and not isinstance(tensor, RemoteTensor):
+                found[number] = tensor.detach()
+        return found
+
+    def tell(self, values: Mapping[Number, Tensor]) -> None:
+        """Give remote tensors that are left the values that other stages have told."""
+        for number, value in values.items():
+            made = self._made.get(number)
+            tensor = made() if made is not None else None
+            origin = origin_of(tensor) if tensor is not None else None
+            if tensor is None or origin is None or origin.number != number:
+                continue
+            if isinstance(tensor, RemoteTensor):
+                tensor.tell(value)
+            elif self._here not in origin.where:  # changed in place by a remote one
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    tensor.copy_(value)
+
+    def forget(self) -> None:
+        """Let go of a mini-batch; what was told is everywhere."""
+        for made in self._made.values():
+            tensor = made()
+            if tensor is not None:
+                set_origin(tensor, None)
+        self._made.clear()
+        self.sources.clear()
+        self._mark = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            return read_metadata(func, args, kwargs)
+        name = name_of(func)
+        self._count(name)
+        tensors = list(tensors_in((args, kwargs)))
+        places = [where for where in map(self._where, tensors) if where is not None]
+        where = frozenset.intersection(*places) if places else None
+        if where is not None and not where:
+            raise NotHere(_apart(name, tensors, self._where))
+        if where is None or self._here in where:
+            if _DRAWS.search(name):
+                self._seed(self._micro_batch, self._calls)
+            args, kwargs = tree_map(told, (args, kwargs))
+            result = func(*args, **kwargs)
+        else:
+            result = self._remotely(func, name, args, kwargs, where)
+        if where is not None or self.uses is not None:
+            self._note_all(tensors, result, where)
+        return result
+
+    def _note_all(self, tensors: list[Tensor], result: Any, where: Where | None) -> None:
+        """Note what a function has made: where it is, and of which parameters."""
+        of = self.uses.of(tensors) if self.uses is not None else _NOTHING
+        if self.uses is not None and where is not None:
+            self.uses.after |= of
+        for i, tensor in enumerate(tensors_in(result)):
+            if where is not None:
+                self._note(tensor, Origin(self._number(i), where))
+            if of and id(tensor) not in (self.uses.parameters if self.uses else ()):
+                tensor.__dict__[_OF] = of
+
+    def _count(self, name: str) -> None:
+        self._calls += 1
+        self._mark = zlib.crc32(name.encode(), self._mark)
+
+    def _where(self, tensor: Tensor) -> Where | None:
+        """The stages that have a tensor's values; None: all."""
+        if isinstance(tensor, RemoteTensor) and tensor._gpipe_value is not None:
+            return None
+        origin = origin_of(tensor)
+        return origin.where if origin is not None else self._holders(tensor)
+
+    def _number(self, output: int) -> Number:
+        return Number(self._micro_batch, self._calls, output)
+
+    def _note(self, tensor: Tensor, origin: Origin) -> None:
+        set_origin(tensor, origin)
+        self._made[origin.number] = weakref.ref(tensor)
+        self.sources.add(min(origin.where))
+
+    def _remotely(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        where: Where,
+    ) -> Any:
+        """Run a function on the meta device."""
+        device = next((d for d in _devices(args, kwargs) if d.type != "meta"), None)
+        inputs = list(tensors_in((args, kwargs)))
+        to = device or device_of(inputs[0])
+        wants = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        meta = tree_map(on_meta, (args, kwargs))
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                result = _outline(func, *meta)
+        except NotHere:
+            raise
+        except Exception as error:
+            raise NotHere(refusal(name, inputs[0])) from error
+        if writes(name):
+            first = args[0] if args else next(iter(kwargs.values()))
+            return first  # noted by the caller: its value is another one from now on
+        leaves = tree_flatten(result)[0]
+        if not leaves or any(not isinstance(leaf, Tensor) or not leaf.is_meta for leaf in leaves):
+            raise NotHere(refusal(name, inputs[0]))
+        keeps = name not in _WITHOUT_GRADIENT
+
+        def wrap(leaf: Tensor) -> Tensor:
+            floats = leaf.is_floating_point() or leaf.is_complex()
+            leaf.requires_grad_(wants and keeps and floats)
+            return RemoteTensor.like(leaf, to, Origin(self._number(0), where))
+
+        return tree_map(wrap, result)
+
+
+def _outline(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function on the meta device, which autocast doesn't know."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        floats = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        if len(set(floats)) < 2:
+            raise
+        widest = torch.float64 if torch.float64 in floats else torch.float32
+        args, kwargs = tree_map(
+            lambda leaf: (
+                leaf.to(widest) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            ),
+            (args, kwargs),
+        )
+        return func(*args, **kwargs)
+
+
+def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.device]:
+    """Devices among arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.device):
+            yield value
+
+
+def _apart(what: str, tensors: Iterable[Tensor], where: Callable[[Tensor], Where | None]) -> str:
+    places = [sorted(found) for found in map(where, tensors) if found is not None]
+    return (
+        f"'{what}' takes values of which stages {places} each have one: with step='micro-batch' no"
+        " stage has both. Use GPipeStrategy(step='mini-batch')."
+    )
