@@ -35,12 +35,15 @@ class Groups:
             links between the same stages, so that no send waits for a later receive. Empty where
             there is one stage.
         gradients: The same for gradients, from stage to stage the other way.
+        ends: The object channel between the first and the last stage; None: it isn't wanted, or
+            this rank is neither.
     """
 
     pipeline: ObjectChannel
     siblings: ObjectChannel
     activations: tuple[dist.ProcessGroup, ...]
     gradients: tuple[dist.ProcessGroup, ...]
+    ends: ObjectChannel | None = None
 
     @classmethod
     def connect(
@@ -50,6 +53,7 @@ class Groups:
         backend: str,
         device: torch.device,
         timeout: timedelta,
+        ends: bool = False,
     ) -> Groups:
         """Make this rank's groups. Collective over the world.
 
@@ -59,6 +63,7 @@ class Groups:
             backend: Backend for the tensors.
             device: This rank's device.
             timeout: How long a rank waits for another before it gives up.
+            ends: Whether the first and the last stage have a channel of their own.
         """
         rank, world = dist.get_rank(), range(dist.get_world_size())
         pipelines = [[*world[first : first + stages]] for first in world[::stages]]
@@ -76,12 +81,22 @@ class Groups:
             host = make(partition, "gloo")
             return host, host if through_host else make(partition, backend)
 
+        def between_ends() -> ObjectChannel | None:
+            pairs = [[members[0], members[-1]] for members in pipelines]
+            between = [member for members in pipelines for member in members[1:-1]]
+            own = both([*pairs, *([one] for one in between)]) if ends and stages > 2 else None
+            if own is None or rank in between:
+                return None
+            pair = pairs[replica]
+            return ObjectChannel("stage", pair.index(rank), tuple(pair), device, own)
+
         lanes = range(0 if stages == 1 else 1 if through_host else 2 * virtual_stages)
         return cls(
             ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines)),
             ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings)),
             tuple(make(pipelines, backend) for _ in lanes),
             tuple(make(pipelines, backend) for _ in lanes),
+            between_ends(),
         )
 
     @property
@@ -128,7 +143,10 @@ class Groups:
     def all_groups(self) -> list[dist.ProcessGroup]:
         """All of them, once each."""
         channels = self.pipeline.groups or (), self.siblings.groups or ()
-        return list(dict.fromkeys((*channels[0], *channels[1], *self.activations, *self.gradients)))
+        ends = self.ends.groups or () if self.ends is not None else ()
+        return list(
+            dict.fromkeys((*channels[0], *channels[1], *self.activations, *self.gradients, *ends))
+        )
 
     def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
         """Let rank 0 decide, and all ranks know. Collective over all pipelines.
@@ -149,6 +167,8 @@ class Groups:
         """Destroy the groups, once every rank is through with them. Collective."""
         self.pipeline.close()
         self.siblings.close()
+        if self.ends is not None:
+            self.ends.close()
         for group in (*self.activations, *self.gradients):
             dist.destroy_process_group(group)
 

@@ -70,8 +70,8 @@ class LayerRandomness:
             seeded: What :meth:`begin` returned.
             watch: Whether to look if a layer draws of which it isn't known; once a call is enough.
         """
-        seed = _seed_of(*key, self._first)
-        _seed_global(seed)
+        seed = seed_of(*key, self._first)
+        seed_global(seed)
         return self._watched(seed) if watch and not seeded else nullcontext()
 
     @contextmanager
@@ -90,12 +90,12 @@ class LayerRandomness:
             index: The layer.
             seeded: What :meth:`begin` returned.
         """
-        seed = _seed_of(*key, index)
+        seed = seed_of(*key, index)
         seed_torch(self._device, seed)
         for number, (generator, first_seed) in enumerate(self._own[index]):
-            _seed(generator, _seed_of(seed, number, first_seed))
+            _seed(generator, seed_of(seed, number, first_seed))
         if index in seeded:
-            _seed_global(seed)
+            seed_global(seed)
             if index not in self._draw:
                 return self._watched_layer(index, seed)
         return nullcontext()
@@ -107,13 +107,13 @@ class LayerRandomness:
             self._draw.add(index)
 
 
-def _seed_of(*key: int) -> int:
+def seed_of(*key: int) -> int:
     """A seed that depends on all numbers of a key."""
     digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _seed_global(seed: int) -> None:
+def seed_global(seed: int) -> None:
     """Seed Python's generator and, if anybody has imported it, NumPy's."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -127,9 +127,9 @@ def _have_moved(seed: int) -> bool:
     Their next numbers tell; reading their states takes ten times as long. Seeds them again.
     """
     found = _next_numbers()
-    _seed_global(seed)
+    seed_global(seed)
     moved = found != _next_numbers()
-    _seed_global(seed)
+    seed_global(seed)
     return moved
 
 

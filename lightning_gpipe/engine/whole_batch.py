@@ -7,7 +7,7 @@ reaches the call; see :mod:`lightning_gpipe.engine.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,53 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.executor import BeforeLast, Executor, MiniBatch
-from lightning_gpipe.engine.links import RankLinks
+from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
+from lightning_gpipe.engine.plan import Plan
+from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
-from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.steering import Steering
-from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.schedule.actions import Program, Schedule
-from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
-from lightning_gpipe.schedule.placement import rounds
-from lightning_gpipe.schedule.simulate import leads
 from lightning_gpipe.tensors.microbatch import GetOutline, Outline, Split, unknown
 from lightning_gpipe.tensors.tree import Tree
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a rank does in a call.
-
-    Args:
-        program: Its actions.
-        forwards: Those of them that run in the user's call.
-        backwards: Those that run in the backward.
-        leads: See :func:`lightning_gpipe.schedule.simulate.leads`.
-    """
-
-    program: Program
-    forwards: Program
-    backwards: Program
-    leads: Mapping[tuple[int, int], int]
-
-    @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> Plan:
-        """A rank's part of a schedule.
-
-        Raises:
-            ValueError: If the schedule isn't valid.
-        """
-        validate(schedule)
-        program = schedule.programs[rank]
-        forwards = tuple(action for action in program if action.op == "F")
-        backwards = tuple(action for action in program if action.op != "F")
-        return cls(program, forwards, backwards, leads(schedule))
 
 
 @dataclass(slots=True)
@@ -96,26 +60,23 @@ class WholeBatch:
     """The pipeline as one rank's step sees it.
 
     Args:
-        stages: The layers of this rank, by virtual stage.
-        groups: The process groups.
+        rank: The stages of this rank.
         chunks: M.
         checkpoint: Which micro-batches are re-materialized.
         seed: Seed of the layers' random numbers; the same on every rank.
-        trial: Whether all stages go on when one fails.
         parameters: The module's parameters by ``id``.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
-        groups: Groups,
+        rank: Rank,
         chunks: int,
         checkpoint: Checkpoint,
         seed: int,
-        trial: Trial,
         parameters: frozenset[int],
     ) -> None:
-        self._placement = rounds(groups.stages, len(stages))
+        groups = rank.groups
+        self._placement = rank.placement
         self._plans: dict[tuple[bool, int], Plan] = {}
         self._groups = groups
         self._control = groups.pipeline
@@ -127,9 +88,7 @@ class WholeBatch:
         self._calls = 0
         self._retain = False
         self._before_last: BeforeLast | None = None
-        self._links = RankLinks(self._placement, groups)
-        self._trial = trial
-        self._executor = Executor(stages, self._links.of_stages, groups.device, trial)
+        self._links, self._trial, self._executor = rank.links, rank.trial, rank.executor
         self._steering = Steering(groups, parameters)
 
     def begin_step(self, *step: int) -> None:
@@ -141,14 +100,6 @@ class WholeBatch:
         self._step = step
         self._calls_in_step = 0
         self._steering.begin_step()
-
-    def close(self) -> None:
-        """Let go of the layers."""
-        self._executor.close()
-
-    def flush(self) -> None:
-        """Wait until everything sent has arrived."""
-        self._links.flush()
 
     # ------------------------------------------------------------------ forward
 

@@ -54,6 +54,10 @@ class SharedParameters:
             self._broadcasts.append((held, groups.siblings))
         self._is_whole = True  # gradients are the same on all stages, also where the user set them
 
+    def take_over(self, other: SharedParameters) -> None:
+        """Go on from where another one is that has summed the same gradients so far."""
+        self._is_whole = other._is_whole
+
     def before_backward(self) -> None:
         """Leave gradients that are summed already to the first stage, to be summed once."""
         if self._is_whole and not self._groups.is_first:

@@ -25,6 +25,7 @@ class Slot:
             backbone or by several stages.
         is_outside: Whether it is used outside the backbone.
         parts: The virtual stages that use it.
+        also: A second stage that holds it.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,11 @@ class Slot:
     owner: int | None
     is_outside: bool
     parts: tuple[int, ...] = ()
+    also: int | None = None
+
+    def is_on(self, stage: int) -> bool:
+        """Whether a stage holds it."""
+        return self.owner is None or stage in (self.owner, self.also)
 
     @property
     def current(self) -> Tensor | None:

@@ -92,7 +92,8 @@ class StepTrace(TorchFunctionMode):
         seed: Callable[[int, int], object],
     ) -> None:
         super().__init__()
-        self._here, self._holders, self._seed = here, holders, seed
+        self._here, self._seed = here, seed
+        self.holders = holders
         self._micro_batch = self._calls = self._mark = 0
         self._made: dict[Number, weakref.ref[Tensor]] = {}
         self.sources: set[int] = set()  # stages that have values which others don't
@@ -224,7 +225,7 @@ class StepTrace(TorchFunctionMode):
         if isinstance(tensor, RemoteTensor) and tensor._gpipe_value is not None:
             return None
         origin = origin_of(tensor)
-        return origin.where if origin is not None else self._holders(tensor)
+        return origin.where if origin is not None else self.holders(tensor)
 
     def _number(self, output: int) -> Number:
         return Number(self._micro_batch, self._calls, output)

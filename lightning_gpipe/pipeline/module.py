@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.engine.per_micro_batch import PerMicroBatch, Step
+from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.pipeline.pipeline import Pipeline, Surroundings
+from lightning_gpipe.pipeline.settling import settle
 from lightning_gpipe.pipeline.uncut import Uncut
+from lightning_gpipe.pipeline.weighted import WeightedGradients
 from lightning_gpipe.state.gather import (
     share_outside,
 )
+from lightning_gpipe.tensors.random_state import preserved
 
 
 class PipelinedModule:
@@ -44,6 +51,7 @@ class PipelinedModule:
         self._needs_input = surroundings.settings.needs_input
         self._step: tuple[int, ...] = (0,)
         self._lent: list[Slot] = []
+        self._is_probing = self._is_weighted = False
         self._redirections.add(uncut.body, self._forward)
         for layer in uncut.layers if surroundings.groups.stages > 1 else ():
             self._redirections.add(layer, not_alone)
@@ -107,6 +115,84 @@ class PipelinedModule:
         """
         return self._state.backward(loss, retain, synchronize)
 
+    def probe(self, step: Callable[[], Any]) -> Any:
+        """Cut the module, if that waits for an input of the backbone. Collective over all ranks.
+
+        Args:
+            step: Runs the user's step over a whole mini-batch, up to the backbone's call.
+
+        Returns:
+            What the step returns, if it doesn't call the backbone; else, and where the module is
+            cut already, ``NotImplemented``.
+        """
+        if isinstance(self._state, Pipeline):
+            return NotImplemented
+        self._is_probing = True
+        try:
+            with torch.no_grad(), preserved(self._groups.device):
+                return step()
+        except _Reached as reached:
+            self._cut(reached.sample, reached.run_layer)
+            return NotImplemented
+        finally:
+            self._is_probing = False
+
+    def run_steps(
+        self,
+        kind: str,
+        key: tuple[int, ...],
+        sizes: Sequence[int],
+        looks: Sequence[str],
+        step: Step,
+    ) -> Weighting:
+        """Run a mini-batch's steps, without backwards. Collective over the pipeline.
+
+        See :meth:`lightning_gpipe.engine.per_micro_batch.PerMicroBatch.run`.
+        """
+        _, steps = self._stepping()
+        return steps.run(kind, key, sizes, looks, step)
+
+    def train_steps(
+        self,
+        key: tuple[int, ...],
+        sizes: Sequence[int],
+        looks: Sequence[str],
+        step: Step,
+        scale: float,
+        synchronize: bool,
+    ) -> Weighting:
+        """Run a mini-batch's steps with their backwards. Collective over the pipeline.
+
+        Args:
+            key: As in :meth:`run_steps`, and so the next three.
+            sizes: See there.
+            looks: See there.
+            step: See there.
+            scale: What the losses are multiplied by.
+            synchronize: As in :meth:`backward`.
+        """
+        pipeline, steps = self._stepping()
+        with pipeline.stepping(synchronize) as stepping:
+            before = WeightedGradients(pipeline.module, self._is_weighted)
+            weighting = steps.run("training", key, sizes, looks, step, stepping.before_last, scale)
+            before.finish(weighting)
+            self._is_weighted = weighting.is_given
+            self._state = settled = settle(pipeline, steps)
+            settled.synchronize(synchronize, stepping.need_sums)
+        if settled is not pipeline:
+            settled.adopt_optimizers()
+        return weighting
+
+    def check(self, loss: Tensor) -> None:
+        """Compare what must be the same on every stage. Collective over the pipeline."""
+        self._stepping()[0].consistency.check(loss)
+
+    def _stepping(self) -> tuple[Pipeline, PerMicroBatch]:
+        pipeline = self._state
+        if not isinstance(pipeline, Pipeline) or pipeline.steps is None:
+            raise RuntimeError("The module isn't cut yet.")
+        return pipeline, pipeline.steps
+
     def as_written(self) -> AbstractContextManager[None]:
         """Let the backbone and its layers be called as without a pipeline."""
         return self._redirections.suspended()
@@ -141,7 +227,12 @@ class PipelinedModule:
 
     def _forward(self, input: Any, run_layer: RunLayer = run_layer) -> Any:
         """Run the backbone; ``input`` is named as nn.Sequential's."""
-        return self._cut(input, run_layer).forward(input, run_layer)
+        if self._is_probing:
+            raise _Reached(input, run_layer)
+        pipeline = self._cut(input, run_layer)
+        if pipeline.steps is not None and pipeline.steps.is_running:
+            return pipeline.steps.call(input, run_layer)
+        return pipeline.forward(input, run_layer)
 
     def _cut(self, sample: Any, run_layer: RunLayer = run_layer) -> Pipeline:
         if isinstance(self._state, Pipeline):
@@ -150,3 +241,11 @@ class PipelinedModule:
         pipeline.begin_step(*self._step, training=False)
         pipeline.announce()
         return pipeline
+
+
+class _Reached(BaseException):
+    """A step that was run for a sample of the backbone's input has reached the backbone."""
+
+    def __init__(self, sample: Any, run_layer: RunLayer) -> None:
+        super().__init__()
+        self.sample, self.run_layer = sample, run_layer

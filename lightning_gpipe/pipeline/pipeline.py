@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.engine.executor import BeforeLast
+from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
+from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
@@ -67,6 +70,19 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepping:
+    """What runs around the steps of a mini-batch.
+
+    Args:
+        before_last: Called before the last backward of each virtual stage, and of either side.
+        need_sums: Whether gradients must become equal on all stages.
+    """
+
+    before_last: BeforeLast
+    need_sums: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """One rank's part of a module that is cut.
 
@@ -77,10 +93,13 @@ class Pipeline:
         partition: Which layers each stage has.
         tensors: What this stage holds.
         per_sample: Tells which tensors of the backbone's input are split.
-        engine: Runs this stage's micro-batches.
+        rank: The stages of this rank.
+        engine: Runs its micro-batches where every stage has the whole mini-batch.
+        steps: Runs them where the user's step runs once per micro-batch; None: it doesn't.
         data_parallel: For each virtual stage, in the order of their last backwards, what averages
-            its gradients over the replicas.
+            its gradients over the replicas; and for what stands on either side of the backbone.
         shared: Sums the gradients of what every stage holds.
+        on_ends: Sums those of what the first and the last stage hold; None: they hold nothing.
         parameter_hooks: Calls the user's hooks on parameters once per backward.
         structure: Notices layers and parameters that change.
         consistency: Compares what must be the same on every stage.
@@ -94,9 +113,12 @@ class Pipeline:
     partition: Partition
     tensors: StageTensors
     per_sample: PerSample
+    rank: Rank
     engine: WholeBatch
+    steps: PerMicroBatch | None
     data_parallel: Mapping[int, DataParallel]
     shared: SharedParameters
+    on_ends: SharedParameters | None
     parameter_hooks: ParameterHooks
     structure: Structure
     consistency: ConsistencyCheck
@@ -135,19 +157,50 @@ class Pipeline:
     @contextmanager
     def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:
         """See :meth:`PipelinedModule.backward`."""
-        with self.parameter_hooks.postponed(self.shared.sum_up) as need_sums:
+        with self.parameter_hooks.postponed(self._sum_up) as need_sums:
             self.shared.before_backward()
             expect_last = partial(_expect_last, self.data_parallel) if synchronize else None
             with self.surroundings.trial.shared():
                 yield self.engine.steer(loss, retain, expect_last)
                 self.engine.finish_backward()
-            if synchronize:
-                for average in self.data_parallel.values():
-                    average.finish()
-            if synchronize or need_sums:
-                self.shared.synchronize()
+            self.synchronize(synchronize, need_sums)
         if synchronize:
             self.consistency.check(loss)
+
+    def synchronize(self, average: bool, sum_up: bool) -> None:
+        """Make gradients whole after a backward. Collective.
+
+        Args:
+            average: Whether gradients become equal on all ranks that hold a parameter.
+            sum_up: Whether they become equal on all stages of a pipeline at least.
+        """
+        if average:
+            for data_parallel in self.data_parallel.values():
+                data_parallel.finish()
+        for shared in self._summed() if average or sum_up else ():
+            shared.synchronize()
+
+    @contextmanager
+    def stepping(self, synchronize: bool) -> Iterator[Stepping]:
+        """Run steps with their backwards inside this context. Collective over the pipeline.
+
+        Args:
+            synchronize: See :meth:`PipelinedModule.backward`.
+        """
+        with self.parameter_hooks.postponed(self._sum_up) as need_sums:
+            for shared in self._summed():
+                shared.before_backward()
+            yield Stepping(
+                partial(_expect_last, self.data_parallel) if synchronize else _expect_nothing,
+                need_sums,
+            )
+
+    def _sum_up(self) -> None:
+        for shared in self._summed():
+            shared.sum_up()
+
+    def _summed(self) -> list[SharedParameters]:
+        return [self.shared] if self.on_ends is None else [self.shared, self.on_ends]
 
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
@@ -178,8 +231,8 @@ class Pipeline:
         for hook in self.hooks:
             hook.remove()
         if restore:
-            self.engine.flush()
-        self.engine.close()
+            self.rank.links.flush()
+        self.rank.executor.close()
         for average in self.data_parallel.values():
             average.close()
         if restore:
@@ -188,8 +241,8 @@ class Pipeline:
     def _restore(self) -> None:
         """Bring weights and optimizers' state back, the weights first. Collective."""
         optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
-        outside_to(self.module, self.body, HOST)
         self.tensors.restore()
+        outside_to(self.module, self.body, HOST)  # also what modules such as metrics move along
         if groups.stages == 1:
             self.body.to(HOST)  # also what the user added
         states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
@@ -199,5 +252,39 @@ class Pipeline:
             state_to(optimizer, HOST)
 
 
+def shared_parameters(
+    placement: Placement, groups: Groups, options: DataParallelOptions
+) -> SharedParameters:
+    """What sums the gradients of what every stage holds."""
+    return SharedParameters(
+        placement.replicated,
+        placement.own,
+        placement.shared_buffers,
+        groups,
+        options.broadcast_buffers,
+    )
+
+
+def on_ends(
+    placement: Placement, groups: Groups, before: SharedParameters
+) -> SharedParameters | None:
+    """What sums the gradients of what the first and the last stage hold.
+
+    Args:
+        placement: Which stage holds what.
+        groups: The process groups.
+        before: What has summed them so far.
+    """
+    if not placement.on_ends or groups.ends is None:
+        return None
+    ends = SharedParameters(placement.on_ends, [], [], replace(groups, pipeline=groups.ends), False)
+    ends.take_over(before)
+    return ends
+
+
 def _expect_last(data_parallel: Mapping[int, DataParallel], part: int) -> Tensor | None:
-    return data_parallel[part].expect_last()
+    return data_parallel[part].expect_last() if part in data_parallel else None
+
+
+def _expect_nothing(_: int) -> None:
+    return None

@@ -13,23 +13,27 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
+from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
-from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
-from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings
+from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
+from lightning_gpipe.pipeline.schedules import Schedules
+from lightning_gpipe.pipeline.settling import begin_to_watch
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
 from lightning_gpipe.plan.chunks import decide_chunks, micro_batches
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.state.gather import (
     PartialStateDict,
     StageTensors,
@@ -173,9 +177,17 @@ class Uncut:
             part: Stage(layers, groups.device, deferred, groups.siblings)
             for part, layers in own.items()
         }
+        rank = Rank.of(stages, groups, around.trial)
         last_used = {  # whose backward comes last, of those that use it
             part: [slot for slot in placement.own if min(slot.parts) == part] for part in own
         }
+        known = frozenset(placement.parameters)
+        steps = None
+        if settings.step == "micro-batch":
+            costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
+            schedules = Schedules(settings, rank.placement, groups.replicas, costs)
+            steps = PerMicroBatch(rank, schedules.make, self.seed, placement.holders, known)
+            begin_to_watch(steps, placement, groups)
         partial = PartialStateDict(around.warn)
         hooks: list[RemovableHandle] = []
         if groups.stages > 1:
@@ -187,26 +199,15 @@ class Uncut:
             partition,
             tensors,
             PerSample(self.layers, around.chunks, self.redirections.suspended),
-            WholeBatch(
-                stages,
-                groups,
-                around.chunks,
-                settings.checkpoint,
-                self.seed,
-                around.trial,
-                frozenset(placement.owners),
-            ),
+            rank,
+            WholeBatch(rank, around.chunks, settings.checkpoint, self.seed, known),
+            steps,
             {
                 part: DataParallel(slots, groups, options)
                 for part, slots in reversed(last_used.items())
             },
-            SharedParameters(
-                placement.replicated,
-                placement.own,
-                placement.shared_buffers,
-                groups,
-                options.broadcast_buffers,
-            ),
+            shared_parameters(placement, groups, options),
+            None,
             ParameterHooks(placement.own, placement.replicated, groups),
             Structure.of(self.module, self.backbone, groups.stages == groups.replicas == 1),
             ConsistencyCheck(placement.replicated, groups),

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from lightning_gpipe.plan.cost import Balance
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
+
+StepMode: TypeAlias = Literal["mini-batch", "micro-batch"]
+ScheduleName: TypeAlias = Literal["auto", "fill_drain", "1f1b", "interleaved", "searched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Settings:
     checkpoint: Checkpoint
     deferred_batch_norm: bool
     virtual_stages: int = 1
+    step: StepMode = "mini-batch"
+    schedule: ScheduleName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("chunks", "stages"):
@@ -36,6 +41,13 @@ class Settings:
                 f" virtual_stages={self.virtual_stages!r}."
             )
         object.__setattr__(self, "virtual_stages", int(self.virtual_stages))
+        check_choice("step", self.step, get_args(StepMode))
+        check_choice("schedule", self.schedule, get_args(ScheduleName))
+        if self.step == "mini-batch" and self.schedule not in ("auto", "fill_drain"):
+            raise ValueError(
+                f"schedule={self.schedule!r} begins backwards before the last forward, and with"
+                " step='mini-batch' the loss needs all outputs: give step='micro-batch', too."
+            )
         _check_balance(self.balance)
         object.__setattr__(self, "checkpoint", _checkpoint(self.checkpoint))
 
@@ -58,6 +70,8 @@ class Settings:
             "checkpoint": self.checkpoint,
             "deferred_batch_norm": self.deferred_batch_norm,
             "virtual_stages": self.virtual_stages,
+            "step": self.step,
+            "schedule": self.schedule,
         }
 
 

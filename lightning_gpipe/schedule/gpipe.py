@@ -47,10 +47,31 @@ def fill_drain(
 
 
 @lru_cache(maxsize=256)
+def chained(placement: tuple[int, ...], micro_batches: int, checkpoint: Checkpoint) -> Schedule:
+    """All forwards, one micro-batch after another through all stages, then all backwards.
+
+    Args:
+        placement: For each stage its rank.
+        micro_batches: M.
+        checkpoint: Of which micro-batches activations are re-materialized.
+    """
+    whole = fill_drain(placement, micro_batches, checkpoint, ascending=True)
+    programs = []
+    for program in whole.programs:
+        forwards = sorted(_forwards(program), key=lambda action: action.micro_batch)
+        programs.append((*forwards, *(action for action in program if action.op != "F")))
+    return Schedule(tuple(programs), placement)
+
+
+@lru_cache(maxsize=256)
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
     """The schedule of evaluation, and of any call without gradients."""
-    whole = fill_drain(placement, micro_batches, "never")
-    return Schedule(tuple(_forwards(program) for program in whole.programs), placement)
+    return without_backwards(fill_drain(placement, micro_batches, "never"))
+
+
+def without_backwards(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule."""
+    return Schedule(tuple(map(_forwards, schedule.programs)), schedule.placement)
 
 
 def backward(stage: int, m: int, again: bool) -> list[Action]:

@@ -24,6 +24,7 @@ def search(
     costs: Costs,
     limit: float = math.inf,
     whole: frozenset[int] = frozenset(),
+    joins_last: bool = False,
 ) -> Schedule:
     """Find a short schedule.
 
@@ -43,13 +44,16 @@ def search(
             of its V stages has a V-th of a micro-batch's. Where no schedule keeps it, the smallest
             that one does.
         whole: Stages whose backward can't be split.
+        joins_last: Whether the last micro-batch's backward isn't split on any stage.
     """
     ranks = max(placement) + 1
     kept = micro_batches - recomputed(checkpoint, micro_batches)
     tries: list[Schedule] = []
     for joined in (whole, frozenset(range(len(placement)))):
         for factor in (0.5, 1.0, 1.5, 2.0, math.inf):
-            lists = _Lists(placement, micro_batches, kept, costs, joined, limit, factor * ranks)
+            lists = _Lists(
+                placement, micro_batches, kept, costs, joined, limit, factor * ranks, joins_last
+            )
             found = lists.run()
             if found is not None:
                 tries.append(found)
@@ -79,7 +83,7 @@ class _Progress:
         inputs: When each micro-batch's input arrives.
         gradients: When the gradient of each micro-batch's output arrives.
         kept: How many micro-batches keep their forward's activations, the first ones.
-        is_whole: Whether its backward isn't split.
+        whole_from: The first micro-batch whose backward isn't split, nor those behind it.
         under_way: Micro-batches between their forward and their backward.
         graphs: Micro-batches whose activations it holds.
     """
@@ -87,7 +91,7 @@ class _Progress:
     inputs: list[float]
     gradients: list[float]
     kept: int
-    is_whole: bool
+    whole_from: int
     forward: int = 0
     recompute: int = 0
     backward: int = 0
@@ -107,6 +111,7 @@ class _Lists:
         whole: Stages whose backward isn't split.
         limit: The largest number of micro-batches whose activations a rank holds.
         under_way: The largest number of micro-batches between forward and backward on a rank.
+        joins_last: Whether the last micro-batch's backward isn't split.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class _Lists:
         whole: frozenset[int],
         limit: float,
         under_way: float,
+        joins_last: bool,
     ) -> None:
         self._placement, self._count, self._costs = placement, micro_batches, costs
         self._last = len(placement) - 1
@@ -127,7 +133,7 @@ class _Lists:
                 inputs=list(never) if s else [0.0] * micro_batches,
                 gradients=list(never),
                 kept=micro_batches if s == self._last else kept,  # its backward follows at once
-                is_whole=s in whole,
+                whole_from=0 if s in whole else micro_batches - joins_last,
             )
             for s in range(len(placement))
         ]
@@ -189,7 +195,9 @@ class _Lists:
         """What a stage does now, with a number that is the smaller the better that is."""
         m = stage.backward
         if m < stage.forward and m < stage.recompute and stage.gradients[m] <= now:
-            return 0, "B" if stage.is_whole else "I", m
+            if m < stage.whole_from:
+                return 0, "I", m
+            return (0, "B", m) if stage.weights == m else (0, "W", stage.weights)
         m = stage.recompute
         again = m < stage.forward
         if again and free >= 1 and stage.gradients[m] <= now:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import Kind, ObjectChannel
-from lightning_gpipe.model.elsewhere import Holder
+from lightning_gpipe.model.elsewhere import Holder, is_elsewhere
 from lightning_gpipe.model.parameters import Slot, outside_tensors, outside_to
 from lightning_gpipe.state.placement import Placement
 
@@ -42,18 +42,23 @@ class StageTensors:
         What is outside the backbone stays as it is, in use already. See :func:`share_outside`.
         """
         self._share()
-        for slot in self.placement.elsewhere:
-            if slot.owner is not None:
-                ranks, here = self.channel.ranks, self.channel.index
-                slot.withhold(
-                    Holder(slot.names[0], slot.owner, ranks[slot.owner], here, ranks[here])
-                )
+        self.withhold()
         for slot in self.placement.slots:
             if not slot.is_outside:
                 slot.to(self.device)
         for module in {id(m): m for slot in self.placement.slots for m, _ in slot.places}.values():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # as cuDNN wants them
+
+    @torch.no_grad()
+    def withhold(self) -> None:
+        """Let go of what other stages hold."""
+        for slot in self.placement.elsewhere:
+            if slot.owner is not None and not is_elsewhere(slot.tensor):
+                ranks, here = self.channel.ranks, self.channel.index
+                slot.withhold(
+                    Holder(slot.names[0], slot.owner, ranks[slot.owner], here, ranks[here])
+                )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -65,7 +70,7 @@ class StageTensors:
                 values = None if current is None else current.data
                 values = channel.broadcast("restored weights", values, source=slot.owner)
                 channel.flush()
-                is_here = self.placement.is_here(slot.owner)
+                is_here = slot.is_on(self.placement.stage)
                 if not is_here and current is not None and values is not None:
                     slot.replace(values.to(host))
             if current is not None:
@@ -109,7 +114,7 @@ class StageTensors:
                 if not channel.through_host:
                     value = value.to(self.device)
                 channel.send("stage weights", value, to=slot.owner)
-            elif slot.owner and self.placement.is_here(slot.owner):
+            elif slot.owner == self.placement.stage and slot.owner:
                 _set(slot, channel.receive("stage weights", source=0))
 
 

@@ -25,8 +25,9 @@ def gather_optimizer(
     state: dict[str, Any] = optimizer.state_dict()
     if "state" not in state:  # Lightning's stand-in where configure_optimizers returned None
         return state
-    owners = _owners(optimizer, placement)
-    own = {i: s for i, s in state["state"].items() if placement.is_here(owners[i])}
+    parameters = _parameters(optimizer)
+    owners = [placement.owner(p) for p in parameters]
+    own = {i: s for i, s in state["state"].items() if placement.is_here(parameters[i])}
     for stage in range(1, len(channel.ranks)):
         part = {i: s for i, s in own.items() if owners[i] == stage}
         theirs = to_first_stage(channel, "optimizer state", stage, part)
@@ -40,8 +41,8 @@ def own_part(optimizer: Optimizer, placement: Placement, state: dict[str, Any]) 
     """The part of a whole module's optimizer state dict that this stage holds."""
     if "state" not in state:
         return state
-    owners = _owners(optimizer, placement)
-    own = {i: s for i, s in state["state"].items() if placement.is_here(owners[int(i)])}
+    parameters = _parameters(optimizer)
+    own = {i: s for i, s in state["state"].items() if placement.is_here(parameters[int(i)])}
     return {**state, "state": own}
 
 
@@ -49,7 +50,7 @@ def adopt(optimizers: Iterable[Optimizer], placement: Placement, device: torch.d
     """Let optimizers hold the state of this stage's parameters alone, on its device."""
     for optimizer in optimizers:
         for parameter in list(optimizer.state):
-            if not placement.is_here(placement.owner(parameter)):
+            if not placement.is_here(parameter):
                 del optimizer.state[parameter]
         state_to(optimizer, device)
 
@@ -72,5 +73,5 @@ def state_to(optimizer: Optimizer, device: torch.device) -> None:
                 )
 
 
-def _owners(optimizer: Optimizer, placement: Placement) -> list[int | None]:
-    return [placement.owner(p) for group in optimizer.param_groups for p in group["params"]]
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

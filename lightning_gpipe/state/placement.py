@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,13 +20,13 @@ class Placement:
         stage: This rank's.
         slots: Every parameter and buffer, in the module's order.
         layers: The stage of each layer of the backbone, by the layer's dotted name.
-        owners: The stage of each parameter by ``id``; None: every stage holds it.
+        parameters: The slot of each parameter by ``id``.
     """
 
     stage: int
     slots: tuple[Slot, ...]
     layers: Mapping[str, int]
-    owners: Mapping[int, int | None]
+    parameters: Mapping[int, Slot]
 
     @classmethod
     def of(cls, module: nn.Module, backbone: str, partition: Partition, stage: int) -> Placement:
@@ -48,8 +48,24 @@ class Placement:
             stage,
             slots,
             {f"{backbone}.{key}": partition.stage_of(i) for i, key in enumerate(body._modules)},
-            {id(slot.tensor): slot.owner for slot in slots if slot.is_parameter},
+            {id(slot.tensor): slot for slot in slots if slot.is_parameter},
         )
+
+    def settled(self, owners: Mapping[int, tuple[int, int | None]]) -> Placement:
+        """The placement once it is known which stages need what is outside the backbone.
+
+        Args:
+            owners: For parameters that not every stage needs, by ``id``, the stage that holds it,
+                and a second one.
+        """
+        slots = tuple(
+            replace(slot, owner=owners[id(slot.tensor)][0], also=owners[id(slot.tensor)][1])
+            if slot.is_parameter and id(slot.tensor) in owners
+            else slot
+            for slot in self.slots
+        )
+        parameters = {id(slot.tensor): slot for slot in slots if slot.is_parameter}
+        return replace(self, slots=slots, parameters=parameters)
 
     @property
     def replicated(self) -> list[Slot]:
@@ -70,16 +86,29 @@ class Placement:
     @property
     def own(self) -> list[Slot]:
         """What this stage alone holds."""
-        return [slot for slot in self.slots if slot.owner == self.stage]
+        return [slot for slot in self.slots if slot.owner == self.stage and slot.also is None]
+
+    @property
+    def on_ends(self) -> list[Slot]:
+        """What the first and the last stage hold, if this is one of them."""
+        return [slot for slot in self.slots if slot.also is not None and slot.is_on(self.stage)]
 
     @property
     def elsewhere(self) -> list[Slot]:
         """What other stages hold, and this one doesn't."""
-        return [slot for slot in self.slots if not self.is_here(slot.owner)]
+        return [slot for slot in self.slots if not slot.is_on(self.stage)]
 
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
-        return self.owners.get(id(parameter))
+        slot = self.parameters.get(id(parameter))
+        return slot.owner if slot is not None else None
+
+    def holders(self, tensor: Tensor) -> frozenset[int] | None:
+        """The stages that hold a parameter; None: all do."""
+        slot = self.parameters.get(id(tensor))
+        if slot is None or slot.owner is None:
+            return None
+        return frozenset({slot.owner} if slot.also is None else {slot.owner, slot.also})
 
     def owner_of_key(self, key: str) -> int | None:
         """The stage that holds an entry of the state dict, extra state included; None: all do."""
@@ -89,9 +118,10 @@ class Placement:
         stages = (stage for layer, stage in self.layers.items() if key.startswith(f"{layer}."))
         return next(stages, None)
 
-    def is_here(self, owner: int | None) -> bool:
-        """Whether this stage holds what a stage owns."""
-        return owner is None or owner == self.stage
+    def is_here(self, parameter: Tensor) -> bool:
+        """Whether this stage holds a parameter."""
+        slot = self.parameters.get(id(parameter))
+        return slot is None or slot.is_on(self.stage)
 
 
 def _check_batch_norm(backbone: nn.Module, partition: Partition) -> None:

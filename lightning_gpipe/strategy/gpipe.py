@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.plan.cost import Balance
-from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.settings import ScheduleName, Settings, StepMode
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy import refusals
 from lightning_gpipe.strategy.loggers import LoggedSettings
@@ -59,6 +59,16 @@ class GPipeStrategy(SavingStrategy):
         virtual_stages: V, the number of parts of the backbone that each stage runs: layers are cut
             into V x K parts, and part v runs on stage v modulo K. It divides the time in which
             stages wait by V, where M is at least K, for V times the messages.
+        step: What the module's steps are given. ``"mini-batch"``: every stage runs them over the
+            whole mini-batch, so any loss is exact. ``"micro-batch"``: they run once for each
+            micro-batch, and every part of them where its data is: what stands before the backbone
+            on the first stage, what stands behind it on the last. The loss is the mean of the
+            micro-batches' by their sizes, or by what the step returns as ``"weight"`` beside
+            ``"loss"``.
+        schedule: In which order a stage works with ``step="micro-batch"``: ``"fill_drain"`` all
+            forwards, then all backwards; ``"1f1b"``, or ``"interleaved"`` with several virtual
+            stages, a forward and a backward in turn; ``"searched"`` what takes the shortest time.
+            ``"auto"``: searched. The numbers don't depend on it.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
         start_method: How processes start. ``"popen"``: the script runs once per process;
@@ -91,6 +101,8 @@ class GPipeStrategy(SavingStrategy):
         checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = True,
         virtual_stages: int = 1,
+        step: StepMode = "mini-batch",
+        schedule: ScheduleName = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
@@ -108,7 +120,15 @@ class GPipeStrategy(SavingStrategy):
     ) -> None:
         super().__init__(
             Settings(
-                chunks, stages, backbone, balance, checkpoint, deferred_batch_norm, virtual_stages
+                chunks,
+                stages,
+                backbone,
+                balance,
+                checkpoint,
+                deferred_batch_norm,
+                virtual_stages,
+                step,
+                schedule,
             ),
             process_group_backend,
             timeout,
@@ -166,15 +186,15 @@ class GPipeStrategy(SavingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.evaluate(super().validation_step, *args, **kwargs)
+        return self._running.evaluate(super().validation_step, "validation", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.evaluate(super().test_step, *args, **kwargs)
+        return self._running.evaluate(super().test_step, "test", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.evaluate(super().predict_step, *args, **kwargs)
+        return self._running.evaluate(super().predict_step, "prediction", *args, **kwargs)
 
     @override
     def backward(
@@ -183,8 +203,9 @@ class GPipeStrategy(SavingStrategy):
         self.pre_backward(closure_loss)
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
-        with self._running.backward(closure_loss, bool(kwargs.get("retain_graph"))) as loss:
-            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if not self._running.differentiates:
+            with self._running.backward(closure_loss, bool(kwargs.get("retain_graph"))) as loss:
+                plugin.backward(loss, module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

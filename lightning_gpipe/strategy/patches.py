@@ -7,7 +7,7 @@ the end of the run puts back what was there.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType
@@ -117,6 +117,15 @@ class Function:
         return cast(CellType, cells[0])
 
 
+def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that instances of a class call with themselves in front."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
+
+
 def _missing(owner: str, name: str, reason: str) -> str:
     return (
         f"{owner} has no '{name}' that can be replaced, which lightning-gpipe needs because"
@@ -224,6 +233,16 @@ BATCH_SIZE_FILE = Target(
     "uuid",
     "all ranks must read the file that rank 0 writes, and each names its own",
 )
+LOG = Target(
+    "lightning.pytorch.LightningModule",
+    "log",
+    "a step that runs once per micro-batch logs once per mini-batch",
+)
+CLOSURE = Target(
+    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
+    "_make_closure",
+    "gradients arise during the steps, so they are zeroed before",
+)
 DEFAULT_GROUP = Target(
     "torch.distributed.distributed_c10d",
     "_get_default_group",
@@ -251,5 +270,7 @@ TARGETS = (
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
     BATCH_SIZE_FILE,
+    LOG,
+    CLOSURE,
     DEFAULT_GROUP,
 )

@@ -116,8 +116,14 @@ class PlacedStrategy(ParallelStrategy):
 
     @property
     def _layout(self) -> Layout:
-        virtual = self._settings.virtual_stages
-        return Layout(self.global_rank, self.world_size, self.stages, virtual)
+        settings = self._settings
+        return Layout(
+            self.global_rank,
+            self.world_size,
+            self.stages,
+            settings.virtual_stages,
+            settings.step == "micro-batch",
+        )
 
     def _device_of(self, rank: int) -> torch.device:
         if not self.parallel_devices:

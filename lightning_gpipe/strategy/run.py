@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -38,6 +39,7 @@ from lightning_gpipe.strategy import (
 from lightning_gpipe.strategy.batch_size import searched_over_stages
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
+from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
 from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import World
 
@@ -116,13 +118,20 @@ class Run:
                 )
             )
             undo.enter_context(metrics.over_replicas(world.groups))
-            if world.groups.stages == 1:
+            if world.groups.stages == 1 and settings.step == "mini-batch":
                 steered = partial(_backward_alone, self, torch.autograd.backward)
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
             grad = partial(_grad_outside, torch.autograd.grad)
             undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
+            self._steps = None
+            if settings.step == "micro-batch":
+                self._steps = MicroBatchSteps(trainer, self.pipeline)
+                log = patches.as_method(partial(self._steps.log, patches.LOG.current()))
+                undo.enter_context(patches.LOG.replaced(log))
+                closure = partial(_zeroing_first, patches.CLOSURE.current())
+                undo.enter_context(patches.CLOSURE.replaced(patches.as_method(closure)))
             undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
             self._is_set_up = True
             self._undo = undo.pop_all()
@@ -178,13 +187,36 @@ class Run:
         """Run the user's training step. Collective over the pipeline."""
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx
         self.pipeline.begin_step(0, number, training=True)
+        if self._steps is not None:
+            average = not self._accumulating
+            return self._guard(self._steps.train, step, number, average, *args, **kwargs)
         return self._step(step, *args, **kwargs)
 
-    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step of validation, test or prediction. Collective over the pipeline."""
+    def evaluate(self, step: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step of validation, test or prediction. Collective over the pipeline.
+
+        Args:
+            step: The step.
+            kind: Its name.
+            args: What it is given.
+            kwargs: The same.
+        """
         self._evaluations += 1
         self.pipeline.begin_step(1, self._evaluations)
+        if self._steps is not None:
+            return self._guard(self._steps.evaluate, step, kind, *args, **kwargs)
         return self._step(step, *args, **kwargs)
+
+    def _guard(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a mini-batch's steps; see :meth:`_guarded`."""
+        with self._guarded():
+            self._world.generators.share()
+            return run(*args, **kwargs)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the steps have run their backwards when they return."""
+        return self._steps is not None
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._guarded(), self._trial.shared():
@@ -276,6 +308,21 @@ class Run:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(self.pipeline.own_optimizer_state(optimizer, state))
         self.pipeline.adopt_optimizers()
+
+
+def _zeroing_first(
+    make_closure: Callable[..., Closure], loop: Any, *args: Any, **kwargs: Any
+) -> Closure:
+    """A closure that zeroes the gradients before the training step, not after it."""
+    closure = make_closure(loop, *args, **kwargs)
+    zero_grad, step = closure._zero_grad_fn, closure._step_fn
+
+    def zero_and_step() -> ClosureResult:
+        if zero_grad is not None:
+            zero_grad()
+        return step()
+
+    return Closure(zero_and_step, closure._backward_fn, None)
 
 
 def _backward_alone(

@@ -45,12 +45,14 @@ class Layout:
         world_size: The number of processes.
         stages: K.
         virtual_stages: V.
+        joins_ends: Whether the first and the last stage have a channel of their own.
     """
 
     rank: int
     world_size: int
     stages: int
     virtual_stages: int
+    joins_ends: bool = False
 
     @property
     def stage(self) -> int:
@@ -150,7 +152,12 @@ class World:
                 self._watchdog = self._watch()
             try:
                 self.groups = Groups.connect(
-                    layout.stages, layout.virtual_stages, backend, device, connection.timeout
+                    layout.stages,
+                    layout.virtual_stages,
+                    backend,
+                    device,
+                    connection.timeout,
+                    layout.joins_ends,
                 )
             except BaseException as error:
                 self.report(error)

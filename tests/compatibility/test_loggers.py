@@ -39,6 +39,8 @@ SETTINGS = {
     "checkpoint": "except_last",
     "deferred_batch_norm": True,
     "virtual_stages": 1,
+    "step": "mini-batch",
+    "schedule": "auto",
 }
 
 

@@ -1,0 +1,134 @@
+"""The two ends of the pipeline where the step runs once per micro-batch.
+
+To the executor they look like links; see :mod:`lightning_gpipe.engine.executor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.tensors.tree import Tree
+
+
+@dataclass(slots=True)
+class MicroBatchInput:
+    """What goes into the first stage, and the gradients that come out."""
+
+    _parts: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
+    _wanted: dict[int, list[Tensor]] = field(default_factory=dict)
+    _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+
+    def give(self, m: int, tree: Tree) -> None:
+        """Give a micro-batch's input, with its graph."""
+        flags = [
+            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+            for t in tree.leaves
+        ]
+        self._parts[m] = tree.detached(), flags
+        self._wanted[m] = [t for t, wants in zip(tree.leaves, flags, strict=True) if wants]
+
+    def expect(self, order: Iterable[int], training: bool) -> None:
+        """Do nothing: the step gives the input before its forward."""
+
+    def take(self, m: int) -> tuple[Tree, list[bool]]:
+        """A micro-batch's input, once, and for each leaf whether it wants a gradient."""
+        return self._parts.pop(m)
+
+    def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
+        """Take the gradient of a micro-batch's input."""
+        self._gradients[m] = tree.leaves
+
+    def roots(self, m: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Where the backward before the backbone begins, and with which gradients; once."""
+        wanted = self._wanted.pop(m)
+        gradients = self._gradients.pop(m, [None] * len(wanted))
+        found = [(t, g) for t, g in zip(wanted, gradients, strict=True) if g is not None]
+        return [t for t, _ in found], [g for _, g in found]
+
+
+@dataclass(slots=True)
+class MicroBatchOutput:
+    """What comes out of the last stage, and the gradients that go in."""
+
+    _parts: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
+    _wanted: dict[int, int] = field(default_factory=dict)
+    _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+
+    def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
+        """Take a micro-batch's output, and for each leaf whether it wants a gradient."""
+        self._parts[m] = tree, list(requires_grad)
+        self._wanted[m] = sum(requires_grad)
+
+    def output(self, m: int) -> tuple[Tree, list[bool]]:
+        """A micro-batch's output, once."""
+        return self._parts.pop(m)
+
+    def catch(self, m: int) -> Callable[[Sequence[Tensor | None]], None]:
+        """What takes the gradients of a micro-batch's output."""
+
+        def take(gradients: Sequence[Tensor | None]) -> None:
+            self._gradients[m] = gradients
+
+        return take
+
+    def expect(self, order: Iterable[int], training: bool) -> None:
+        """Do nothing: the loss is differentiated before the backward."""
+
+    def take(self, m: int) -> tuple[Tree, list[bool]]:
+        """The gradients of a micro-batch's output, once, of the leaves that want one."""
+        count = self._wanted.pop(m)
+        gradients = self._gradients.pop(m, [None] * count)
+        return Tree.of_gradients(gradients), [False] * count
+
+
+class Outlines(dict[str, Tree]):
+    """What comes out of the backbone for micro-batches that look alike: tensors on meta."""
+
+    @staticmethod
+    def of(made: tuple[Tree, Sequence[bool]]) -> Tree:
+        """The outline of an output."""
+        tree, flags = made
+        leaves: list[Any] = []
+        for leaf, wants in zip(tree.leaves, flags, strict=True):
+            if isinstance(leaf, Tensor):
+                meta = torch.empty_strided(
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
+                )
+                leaves.append((meta.shape, meta.stride(), meta.dtype, wants))
+            else:
+                leaves.append((leaf,))
+        return Tree(leaves, tree.spec)
+
+    def learn(self, name: str, outline: Tree) -> None:
+        """Keep an outline that the last stage has told."""
+        leaves: list[Any] = []
+        for leaf in outline.leaves:
+            if len(leaf) == 1:
+                leaves.append(leaf[0])
+            else:
+                shape, stride, dtype, wants = leaf
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                leaves.append(meta.requires_grad_(wants))
+        self[name] = outline.with_leaves(leaves)
+
+    def check(self, name: str, made: tuple[Tree, Sequence[bool]]) -> None:
+        """Check that an output looks like the one of which the outline was taken.
+
+        Raises:
+            RuntimeError: If it doesn't.
+        """
+        tree, known = made[0], self[name]
+        same = tree.spec == known.spec and all(
+            a.shape == b.shape if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+            for a, b in zip(tree.leaves, known.leaves, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                "The backbone's output has another shape than before for a batch of the same"
+                " shapes, so other stages can't know it: use GPipeStrategy(step='mini-batch')."
+            )

@@ -1,0 +1,70 @@
+"""Chooses the schedule of a mini-batch whose steps run once per micro-batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.schedule.actions import Schedule
+from lightning_gpipe.schedule.checkpoint import recomputed
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.gpipe import chained, fill_drain, forward_only, without_backwards
+from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
+from lightning_gpipe.schedule.search import search
+
+_HELD = 2  # micro-batches whose activations a stage holds at least
+
+
+@dataclass(slots=True)
+class Schedules:
+    """Makes schedules.
+
+    Args:
+        settings: What the user chose.
+        placement: For each stage its rank.
+        replicas: D. With several a stage's last backward is whole, for the reducer to see it.
+        costs: What the actions take, as far as it is known.
+        whole: Stages whose backward can't be split.
+    """
+
+    settings: Settings
+    placement: tuple[int, ...]
+    replicas: int
+    costs: Costs
+    whole: frozenset[int] = frozenset()
+
+    def make(self, micro_batches: int, trains: bool, is_chained: bool) -> Schedule:
+        """The schedule for M micro-batches.
+
+        Args:
+            micro_batches: M.
+            trains: Whether there are backwards.
+            is_chained: Whether each goes through all stages before the next.
+        """
+        checkpoint = self.settings.checkpoint
+        if is_chained:
+            schedule = chained(self.placement, micro_batches, checkpoint)
+            return schedule if trains else without_backwards(schedule)
+        if not trains:
+            return forward_only(self.placement, micro_batches)
+        match self.settings.schedule:
+            case "fill_drain":
+                return fill_drain(self.placement, micro_batches, checkpoint, ascending=True)
+            case "1f1b" | "interleaved":
+                return one_f_one_b(self.placement, micro_batches, checkpoint)
+        return search(
+            self.placement,
+            micro_batches,
+            checkpoint,
+            self.costs,
+            self._limit(micro_batches),
+            self.whole,
+            joins_last=self.replicas > 1,
+        )
+
+    def _limit(self, micro_batches: int) -> float:
+        """The largest number of micro-batches whose activations a stage holds."""
+        kept = micro_batches - recomputed(self.settings.checkpoint, micro_batches)
+        stages = max(self.placement) + 1
+        return math.inf if stages == 1 else max(_HELD, min(kept, stages))

@@ -1,0 +1,39 @@
+"""Gradients of losses whose weights are known only at the end of the mini-batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.engine.weighting import Weighting
+
+
+class WeightedGradients:
+    """Multiplies a mini-batch's gradients at its end, and not what has accumulated before.
+
+    Args:
+        module: The user's module.
+        is_weighted: Whether the mini-batch before had such weights: then this one will.
+    """
+
+    def __init__(self, module: nn.Module, is_weighted: bool) -> None:
+        self._parameters = [p for p in module.parameters() if not p.is_meta]
+        self._is_weighted = is_weighted
+        self._before: dict[nn.Parameter, Tensor] = {}
+        if is_weighted:
+            for p in self._parameters:
+                if p.grad is not None:
+                    self._before[p], p.grad = p.grad, None
+
+    @torch.no_grad()
+    def finish(self, weighting: Weighting) -> None:
+        """Multiply the gradients by what the weights say.
+
+        Args:
+            weighting: The weights of the mini-batch.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients and weighting.factor != 1.0:
+            torch._foreach_mul_(gradients, weighting.factor)
+        for p, before in self._before.items():
+            p.grad = before if p.grad is None else before.add_(p.grad)

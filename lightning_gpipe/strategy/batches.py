@@ -1,0 +1,193 @@
+"""Splits the batch that a data loader gives into micro-batches, and merges what steps return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a batch: in lists, tuples, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for item in value.values() for t in tensors_of(item)]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_of(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return [t for field in fields for t in tensors_of(getattr(value, field.name))]
+    return []
+
+
+def split_batch(batch: Any, chunks: int) -> tuple[list[Any], list[int]]:
+    """Split a batch along dimension 0.
+
+    The first tensor that has a dimension tells the number of samples N. Tensors whose first
+    dimension is N are split, and so are lists of N entries without tensors; everything else goes to
+    every micro-batch as it is.
+
+    Args:
+        batch: What the data loader gives: tensors in lists, tuples, mappings and dataclasses.
+        chunks: M, the number of micro-batches wanted.
+
+    Returns:
+        The micro-batches, and their numbers of samples. They differ by one at most.
+
+    Raises:
+        ValueError: If the number of samples isn't known.
+    """
+    if chunks == 1:
+        first = next((t for t in tensors_of(batch) if t.ndim), None)
+        return [batch], [len(first) if first is not None and len(first) else 1]
+    found = tensors_of(batch)
+    first = next((t for t in found if t.ndim), None)
+    if first is None:
+        raise ValueError(
+            f"The batch, a {type(batch).__name__}, has no tensor with a batch dimension, so"
+            " step='micro-batch' can't split it: let the data loader give tensors of shape [batch,"
+            " ...] in lists, tuples, dicts or dataclasses; or use GPipeStrategy(chunks=1)."
+        )
+    samples = first.shape[0]
+    if not samples:
+        raise ValueError("The batch has 0 samples (its first dimension is 0): nothing to split.")
+    _check_ragged(batch)
+    count = min(chunks, samples)
+    sizes = [samples // count + (m < samples % count) for m in range(count)]
+    ends = [sum(sizes[: m + 1]) for m in range(count)]
+    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [_rows(batch, part, samples) for part in rows], sizes
+
+
+def _check_ragged(batch: Any) -> None:
+    """Refuse a list of samples, of which the first one's first dimension looks like N."""
+    for item in batch if isinstance(batch, (list, tuple)) else (batch,):
+        if isinstance(item, (list, tuple)) and len(item) > 1:
+            shapes = {tuple(t.shape) for t in item if isinstance(t, Tensor)}
+            if len({shape[:1] for shape in shapes}) > 1 or any(
+                isinstance(part, Mapping) for part in item
+            ):
+                raise ValueError(
+                    "The batch has a list with an entry per sample, which step='micro-batch' can't"
+                    " split: let collate_fn stack tensors to shape [batch, ...], padded to one"
+                    " length."
+                )
+
+
+def _rows(value: Any, part: slice, samples: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[part] if value.ndim and value.shape[0] == samples else value
+    if isinstance(value, (list, tuple)):
+        if type(value) is list and len(value) == samples and not tensors_of(value):
+            return value[part]
+        return _rebuilt(value, [_rows(item, part, samples) for item in value])
+    if isinstance(value, Mapping):
+        return _rebuilt(value, {key: _rows(item, part, samples) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value) if field.init)
+        rows = {name: _rows(getattr(value, name), part, samples) for name in fields}
+        return dataclasses.replace(value, **rows)
+    return value
+
+
+def _rebuilt(like: Any, items: Any) -> Any:
+    """A collection of the same type."""
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        return type(like)(*items)
+    if isinstance(like, Mapping) and type(like) is not dict:
+        try:
+            return type(like)(items)  # type: ignore[call-arg]
+        except (TypeError, ValueError):
+            return items
+    return type(like)(items) if not isinstance(like, Mapping) else items
+
+
+def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], what: str) -> Any:
+    """What the step would have returned for the whole batch.
+
+    Values per sample are put together, means taken by weight, whole numbers that differ summed.
+
+    Args:
+        values: What the steps of the micro-batches have returned.
+        sizes: Samples in each micro-batch.
+        weights: How much each of them counts.
+        what: What it is, for the error.
+
+    Raises:
+        ValueError: If it isn't known how.
+    """
+    first = values[0]
+    if len(values) == 1 or (first is None and all(value is None for value in values)):
+        return first
+    if any(type(value) is not type(first) for value in values) and not isinstance(first, Tensor):
+        raise _unknown(what, "values of different types")
+    if isinstance(first, Tensor):
+        return _merge_tensors(list(values), sizes, weights, what)
+    if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
+            raise _unknown(what, "mappings with different keys")
+        keys = {
+            key: merge([value[key] for value in values], sizes, weights, f"{what}[{key!r}]")
+            for key in first
+        }
+        return _rebuilt(first, keys)
+    if isinstance(first, (list, tuple)):
+        per_sample = [len(value) for value in values] == list(sizes)
+        if per_sample and type(first) is list and not _per_sample(first, sizes[0]):
+            return [item for value in values for item in value]
+        if any(len(value) != len(first) for value in values):
+            raise _unknown(what, "lists of different lengths")
+        columns = zip(*values, strict=True)
+        return _rebuilt(
+            first, [merge(c, sizes, weights, f"{what}[{i}]") for i, c in enumerate(columns)]
+        )
+    if type(first) is int:
+        if list(values) == list(sizes):
+            return sum(values)
+        return first if all(value == first for value in values) else sum(values)
+    if type(first) is float:
+        return weighted_mean(values, weights)
+    if any(value != first for value in values):
+        raise _unknown(what, f"different values of type {type(first).__name__}")
+    return first
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean of numbers or tensors; those with the weight 0 may be anything."""
+    total = sum(weights)
+    counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
+    if not counted:
+        return values[0] * 0.0
+    return sum(v * (w / total) for v, w in counted)
+
+
+def _per_sample(items: list[Any], size: int) -> bool:
+    """Whether entries of a list are tensors with a row per sample."""
+    return any(isinstance(t, Tensor) and t.ndim and t.shape[0] == size for t in items)
+
+
+def _merge_tensors(
+    values: list[Tensor], sizes: Sequence[int], weights: Sequence[float], what: str
+) -> Tensor:
+    first = values[0]
+    if first.ndim and [len(value) for value in values] == list(sizes):
+        return torch.cat(values)
+    if first.ndim == 0 and (first.is_floating_point() or first.is_complex()):
+        mean: Tensor = weighted_mean(values, weights)
+        return mean
+    if first.ndim == 0 and first.dtype != torch.bool:
+        return torch.stack(values).sum()
+    if all(value.shape == first.shape and torch.equal(value, first) for value in values):
+        return first
+    raise _unknown(what, f"tensors of shapes {[tuple(value.shape) for value in values]}")
+
+
+def _unknown(what: str, why: str) -> ValueError:
+    return ValueError(
+        f"{what} can't be merged: the micro-batches gave {why}. Return values per sample, shape"
+        " [batch, ...], or means, shape []; or use GPipeStrategy(step='mini-batch')."
+    )

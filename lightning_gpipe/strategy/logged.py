@@ -1,0 +1,89 @@
+"""What a step logs once per micro-batch, logged once per mini-batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_gpipe.strategy.batches import weighted_mean
+
+_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One call of ``self.log``.
+
+    Args:
+        micro_batch: In whose step.
+        value: A tensor without a graph, a number or a metric.
+        options: The other arguments.
+    """
+
+    micro_batch: int
+    value: Any
+    options: dict[str, Any]
+
+
+class StepLog:
+    """The calls of ``self.log`` in the steps of a mini-batch."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, int], list[_Entry]] = {}
+        self._counts: dict[str, int] = {}
+        self._micro_batch = 0
+
+    def begin(self, micro_batch: int) -> None:
+        """Begin the step of a micro-batch."""
+        self._micro_batch = micro_batch
+        self._counts.clear()
+
+    def note(self, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Note a call of ``self.log``."""
+        bound = _SIGNATURE.bind(module, *args, **kwargs).arguments
+        bound.pop("self")
+        name, value = bound.pop("name"), bound.pop("value")
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        entry = _Entry(self._micro_batch, value, bound)
+        self._entries.setdefault((name, count), []).append(entry)
+
+    def replay(self, log: Any, weights: Sequence[float]) -> None:
+        """Log what was noted, once.
+
+        Args:
+            log: ``self.log`` of the module.
+            weights: How much each micro-batch counts.
+        """
+        for (name, _), entries in self._entries.items():
+            options = dict(entries[0].options)
+            sizes: list[Any] = [entry.options.get("batch_size") for entry in entries]
+            if None not in sizes:
+                options["batch_size"] = sum(map(int, sizes))
+            log(name, _reduced(entries, weights), **options)
+
+
+def _reduced(entries: Sequence[_Entry], weights: Sequence[float]) -> Any:
+    """One value of those of the micro-batches."""
+    values = [entry.value for entry in entries]
+    if not isinstance(values[0], (Tensor, int, float)) or len(values) == 1:
+        return values[0]
+    reduce = entries[0].options.get("reduce_fx", "mean")
+    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
+    if name.lower() in _REDUCTIONS:
+        return _REDUCTIONS[name.lower()](torch.stack(tensors).flatten(), 0)
+    floats = [t if t.is_floating_point() else t.to(torch.get_default_dtype()) for t in tensors]
+    return weighted_mean(floats, [weights[entry.micro_batch] for entry in entries])

@@ -1,0 +1,174 @@
+"""Runs the user's steps once per micro-batch, and tells of them as of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_gpipe.engine.per_micro_batch import Outcome
+from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.strategy.batches import merge, split_batch, tensors_of, weighted_mean
+from lightning_gpipe.strategy.logged import StepLog
+
+
+@dataclass(slots=True)
+class _MiniBatch:
+    """The steps of a mini-batch.
+
+    Args:
+        step: Runs the user's step.
+        parts: What it is given for each micro-batch.
+        rest: Its other arguments.
+        log: What it logs.
+        results: What it returns, without graphs.
+    """
+
+    step: Callable[..., Any]
+    parts: Sequence[Any]
+    rest: tuple[Any, ...]
+    log: StepLog = field(default_factory=StepLog)
+    results: list[Any] = field(default_factory=list)
+
+    def looks(self) -> list[str]:
+        """What each micro-batch looks like: the shapes of its tensors."""
+        return [str([tuple(t.shape) for t in tensors_of(part)]) for part in self.parts]
+
+    def run(self, m: int) -> Outcome:
+        """Run the step of a micro-batch."""
+        self.log.begin(m)
+        result = self.step(self.parts[m], *self.rest)
+        self.results.append(_detached(result))
+        if isinstance(result, Tensor):
+            return Outcome(result)
+        if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+            return Outcome(result["loss"], result.get("weight"))
+        return Outcome()
+
+
+class MicroBatchSteps:
+    """Runs a Trainer's steps once per micro-batch.
+
+    Args:
+        trainer: The Trainer.
+        pipeline: Its module as a pipeline.
+    """
+
+    def __init__(self, trainer: pl.Trainer, pipeline: PipelinedModule) -> None:
+        self._trainer, self._pipeline = trainer, pipeline
+        self._log: StepLog | None = None
+        self._evaluations = 0
+
+    def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """What ``self.log`` does: in a step it is noted, and done once for the mini-batch."""
+        if self._log is None:
+            original(*args, **kwargs)
+        else:
+            self._log.note(*args, **kwargs)
+
+    def train(
+        self, step: Callable[..., Any], number: int, synchronize: bool, batch: Any, *rest: Any
+    ) -> Any:
+        """Run training steps with their backwards. Collective over the pipeline.
+
+        Args:
+            step: Runs the user's step.
+            number: Counts the batches.
+            synchronize: Whether the optimizer steps after it.
+            batch: The mini-batch.
+            rest: The step's other arguments.
+
+        Returns:
+            What the step would have returned for the mini-batch, without a graph.
+        """
+        if self._probe(step, batch, *rest) is not NotImplemented:
+            raise RuntimeError(
+                "The training step doesn't call the backbone, so there is nothing to run in stages."
+            )
+        parts, sizes = split_batch(batch, self._pipeline.chunks)
+        steps = _MiniBatch(step, parts, rest)
+        scale = self._scale() / self._trainer.accumulate_grad_batches
+        self._log = steps.log
+        try:
+            weighting = self._pipeline.train_steps(
+                (0, number), sizes, steps.looks(), steps.run, scale, synchronize
+            )
+        finally:
+            self._log = None
+        result = self._told(steps, sizes, weighting.weights)
+        if synchronize:
+            loss = result["loss"] if isinstance(result, Mapping) else result
+            self._pipeline.check(loss)
+        return result
+
+    def evaluate(self, step: Callable[..., Any], kind: str, batch: Any, *rest: Any) -> Any:
+        """Run steps of validation, test or prediction. Collective over the pipeline."""
+        result = self._probe(step, batch, *rest)
+        if result is not NotImplemented:
+            return result
+        self._evaluations += 1
+        parts, sizes = split_batch(batch, self._pipeline.chunks)
+        steps = _MiniBatch(step, parts, rest)
+        self._log = steps.log
+        try:
+            weighting = self._pipeline.run_steps(
+                kind, (1, self._evaluations), sizes, steps.looks(), steps.run
+            )
+        finally:
+            self._log = None
+        return self._told(steps, sizes, weighting.weights)
+
+    def _probe(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        """Have the module cut, if that waits for an input; see :meth:`PipelinedModule.probe`."""
+        log = StepLog()
+        self._log = log
+        try:
+            result = self._pipeline.probe(lambda: step(batch, *rest))
+        finally:
+            self._log = None
+        if result is not NotImplemented:
+            log.replay(self._trainer.lightning_module.log, [1.0])
+        return result
+
+    def _told(self, steps: _MiniBatch, sizes: Sequence[int], weights: Sequence[float]) -> Any:
+        """Log what the steps have logged, and merge what they have returned."""
+        with torch.no_grad():
+            steps.log.replay(self._trainer.lightning_module.log, weights)
+            results = steps.results
+            if isinstance(results[0], Mapping) and "loss" in results[0]:
+                loss = weighted_mean([result["loss"] for result in results], weights)
+                others = [
+                    {key: value for key, value in result.items() if key != "loss"}
+                    for result in results
+                ]
+                merged = merge(others, sizes, weights, "What the step returned")
+                given = {"weight": sum(weights)} if "weight" in results[0] else {}
+                return {"loss": loss, **merged, **given}
+            if isinstance(results[0], Tensor) and results[0].ndim == 0:
+                return weighted_mean(results, weights)
+            return merge(results, sizes, weights, "What the step returned")
+
+    def _scale(self) -> float:
+        """What the precision plugin multiplies losses by."""
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is None:
+            return 1.0
+        one = torch.ones((), device=self._trainer.strategy.root_device)
+        return float(scaler.scale(one))
+
+
+def _detached(value: Any) -> Any:
+    """What a step has returned without graphs."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_detached, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_detached, value))
+    if isinstance(value, Mapping):
+        return {key: _detached(item) for key, item in value.items()}
+    return value
