@@ -10,7 +10,7 @@ backbone's output, so of the code behind the backbone no more than one micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -173,7 +173,8 @@ class PerMicroBatch:
         self.trace = StepTrace(groups.stage, holders, self._seeds)
         #: Parameters of which the gradients of both sides are kept apart, on a rank that has both.
         self.on_both_sides: Sequence[nn.Parameter] = ()
-        self._aside: dict[nn.Parameter, Tensor | None] = {}
+        #: Their gradients before the backbone.
+        self.aside: dict[nn.Parameter, Tensor] = {}
 
     @property
     def is_running(self) -> bool:
@@ -246,7 +247,6 @@ class PerMicroBatch:
                     self._rank.executor.end_forward(running.batch)
             elif running.batch is not None:
                 self._backward(running, running.batch, action, last[action.stage])
-        self._join_sides()
 
     def _forward(self, running: _Running, action: Action) -> None:
         if action.stage == (self._rank.stages[0] if running.is_chained else self._anchor):
@@ -422,20 +422,27 @@ class PerMicroBatch:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Keep what is added to gradients inside this context apart."""
-        for p in self.on_both_sides:
-            p.grad, self._aside[p] = self._aside.get(p), p.grad
+        behind = [(p, p.grad) for p in self.on_both_sides]
+        for p, _ in behind:
+            p.grad = self.aside.pop(p, None)
         try:
             yield
         finally:
-            for p in self.on_both_sides:
-                p.grad, self._aside[p] = self._aside.get(p), p.grad
+            for p, gradient in behind:
+                if p.grad is not None:
+                    self.aside[p] = p.grad
+                p.grad = gradient
 
-    def _join_sides(self) -> None:
-        """Add the gradients of both sides, as two ranks do."""
-        for p, gradient in self._aside.items():
+    def join_sides(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Add the gradients of both sides, as two ranks do.
+
+        Args:
+            parameters: Of which; None: of all.
+        """
+        for p in list(self.aside if parameters is None else parameters):
+            gradient = self.aside.pop(p, None)
             if gradient is not None:
                 p.grad = gradient if p.grad is None else gradient + p.grad
-        self._aside.clear()
 
     def _check_leaves(self, loss: Tensor) -> None:
         known = self._known | {id(self._root)}

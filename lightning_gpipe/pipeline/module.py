@@ -173,11 +173,13 @@ class PipelinedModule:
         """
         pipeline, steps = self._stepping()
         with pipeline.stepping(synchronize) as stepping:
-            before = WeightedGradients(pipeline.module, self._is_weighted)
+            before = WeightedGradients(pipeline.module, steps.aside, self._is_weighted)
             weighting = steps.run("training", key, sizes, looks, step, stepping.before_last, scale)
             before.finish(weighting)
             self._is_weighted = weighting.is_given
             self._state = settled = settle(pipeline, steps)
+            if synchronize or stepping.need_sums:
+                steps.join_sides()
             settled.synchronize(synchronize, stepping.need_sums)
         if settled is not pipeline:
             settled.adopt_optimizers()

@@ -50,8 +50,9 @@ def settle(pipeline: Pipeline, steps: PerMicroBatch) -> Pipeline:
     slots = {slot.names[0]: slot for slot in pipeline.placement.slots if slot.is_parameter}
     sides = groups.decide("uses", lambda: {name: _sides(s, uses) for name, s in slots.items()})
     if groups.stages == 1:
-        both = [slots[name].tensor for name, found in sides.items() if len(found) == 2]
-        steps.on_both_sides = [t for t in both if isinstance(t, nn.Parameter)]
+        both = {id(slots[name].tensor) for name, found in sides.items() if len(found) == 2}
+        steps.join_sides([p for p in steps.on_both_sides if id(p) not in both])
+        steps.on_both_sides = [p for p in steps.on_both_sides if id(p) in both]
         return pipeline
     owners: dict[int, tuple[int, int | None]] = {}
     last = groups.stages - 1

@@ -13,14 +13,20 @@ class WeightedGradients:
 
     Args:
         module: The user's module.
+        aside: Gradients that are kept apart from the parameters.
         is_weighted: Whether the mini-batch before had such weights: then this one will.
     """
 
-    def __init__(self, module: nn.Module, is_weighted: bool) -> None:
+    def __init__(
+        self, module: nn.Module, aside: dict[nn.Parameter, Tensor], is_weighted: bool
+    ) -> None:
         self._parameters = [p for p in module.parameters() if not p.is_meta]
-        self._is_weighted = is_weighted
+        self._aside = aside
         self._before: dict[nn.Parameter, Tensor] = {}
+        self._aside_before: dict[nn.Parameter, Tensor] = {}
         if is_weighted:
+            self._aside_before = dict(aside)
+            aside.clear()
             for p in self._parameters:
                 if p.grad is not None:
                     self._before[p], p.grad = p.grad, None
@@ -33,7 +39,11 @@ class WeightedGradients:
             weighting: The weights of the mini-batch.
         """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients += self._aside.values()
         if gradients and weighting.factor != 1.0:
             torch._foreach_mul_(gradients, weighting.factor)
         for p, before in self._before.items():
             p.grad = before if p.grad is None else before.add_(p.grad)
+        for p, before in self._aside_before.items():
+            new = self._aside.get(p)
+            self._aside[p] = before if new is None else before.add_(new)

@@ -1,0 +1,106 @@
+"""The step once per micro-batch: equal to a plain Trainer with the same weighted losses."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gpipe import GPipeStrategy
+from tests import step_models as models
+from tests.ranks import run_ranks
+from tests.training import train
+
+#: Module, M, and what the Trainer is told.
+CASES: dict[str, tuple[type[models.Language], int, dict[str, Any]]] = {
+    "head outside": (models.Language, 4, {}),
+    "tied embedding": (models.Tied, 4, {}),
+    "metric": (models.Measured, 4, {}),
+    "weights by tokens": (models.Weighted, 4, {}),
+    "weights and accumulation": (models.Weighted, 4, {"accumulate_grad_batches": 2}),
+    "uneven": (models.Language, 5, {}),
+    "fewer samples": (models.Language, 16, {}),
+    "weights, tied and accumulation": (models.WeightedTied, 4, {"accumulate_grad_batches": 3}),
+    "accumulation": (models.Tied, 4, {"accumulate_grad_batches": 3}),
+    "clipping": (models.Tied, 4, {"gradient_clip_val": 0.05}),
+    "frozen": (models.Frozen, 4, {}),
+    "masks and dicts": (models.Masked, 4, {}),
+    "GPT-2": (models.GPT2, 4, {}),
+    "BERT": (models.Bert, 4, {}),
+}
+#: Stages, virtual stages, checkpoint, schedule.
+LAYOUTS: list[tuple[int, int, Any, str]] = [
+    (1, 1, "except_last", "auto"),
+    (1, 2, "always", "fill_drain"),
+    (2, 1, "always", "auto"),
+    (2, 1, "never", "1f1b"),
+    (2, 2, "always", "interleaved"),
+    (2, 2, "never", "searched"),
+    (3, 1, "except_last", "auto"),
+    (4, 1, 2, "auto"),
+    (4, 2, "always", "auto"),
+    (4, 2, 0.5, "fill_drain"),
+]
+STEPS = 6
+
+
+@cache
+def expected(case: str) -> dict[str, Tensor]:
+    kind, chunks, options = CASES[case]
+    module = models.with_weighted_losses(kind, chunks)()
+    return train(module, max_steps=STEPS, limit_val_batches=0, **options)
+
+
+def of_case(case: str, layouts: list[tuple[int, int, Any, str]]) -> list[dict[str, Tensor]]:
+    kind, chunks, options = CASES[case]
+    states = []
+    for stages, virtual, mode, schedule in layouts:
+        strategy = GPipeStrategy(
+            chunks,
+            stages=stages,
+            virtual_stages=virtual,
+            checkpoint=mode,
+            schedule=schedule,  # type: ignore[arg-type]
+            step="micro-batch",
+        )
+        states.append(train(kind(), max_steps=STEPS, devices=stages, strategy=strategy, **options))
+    return states
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_equal_a_plain_trainers(case: str) -> None:
+    wanted = expected(case)
+    found = []
+    for stages in (1, 2, 3, 4):
+        layouts = [layout for layout in LAYOUTS if layout[0] == stages]
+        found += run_ranks(of_case, stages, case, layouts)[0]
+    for layout, state in zip(LAYOUTS, found, strict=True):
+        names = [n for n in wanted if n in state and wanted[n].is_floating_point()]
+        torch.testing.assert_close(
+            {n: state[n] for n in names}, {n: wanted[n] for n in names}, rtol=0, atol=1e-10
+        )
+        differ = [n for n in names if not torch.equal(state[n], found[0][n])]
+        assert differ == [], f"other bits with {layout}"
+
+
+def with_replicas(case: str, stages: int, virtual: int) -> dict[str, Tensor]:
+    """Train with two replicas; with no stages, as DDP does."""
+    kind, chunks, options = CASES[case]
+    if not stages:
+        module = models.with_weighted_losses(kind, chunks)()
+        return train(module, max_steps=STEPS // 2, devices=2, strategy="ddp", **options)
+    strategy = GPipeStrategy(chunks, stages=stages, virtual_stages=virtual, step="micro-batch")
+    return train(kind(), max_steps=STEPS // 2, devices=2 * stages, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("case", ["tied embedding", "weights and accumulation", "GPT-2"])
+def test_replicas(case: str) -> None:
+    wanted = run_ranks(with_replicas, 2, case, 0, 1)[0]
+    one = run_ranks(with_replicas, 2, case, 1, 1)[0]
+    torch.testing.assert_close(one, wanted, rtol=0, atol=1e-10)
+    for stages, virtual in ((2, 1), (2, 2), (3, 1)):
+        state = run_ranks(with_replicas, 2 * stages, case, stages, virtual)[0]
+        torch.testing.assert_close(state, one, rtol=0, atol=1e-10)
