@@ -73,7 +73,7 @@ class Language(L.LightningModule):
         return TensorDataset(tokens, (tokens * 3 + 1) % VOCABULARY)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.data(), self.batch_size)
+        return DataLoader(self.data(), batch_size=self.batch_size)
 
     val_dataloader = train_dataloader
 
@@ -125,6 +125,15 @@ class Frozen(Language):
         self.embed.requires_grad_(False)
 
 
+class Around(Language):
+    """Uses a value from before the backbone behind it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        logits: Tensor = self.head(self.norm(self.backbone(hidden) + hidden))
+        return logits
+
+
 class Masked(Language):
     """Gives its layers a mask per sample, and its batch as a dict."""
 
@@ -149,7 +158,7 @@ class Masked(Language):
             {"tokens": t, "targets": y, "name": str(i)}
             for i, (t, y) in enumerate(zip(tokens, targets, strict=True))
         ]
-        return DataLoader(rows, self.batch_size)
+        return DataLoader(rows, batch_size=self.batch_size)
 
     val_dataloader = train_dataloader
 

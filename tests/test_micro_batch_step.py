@@ -27,6 +27,7 @@ CASES: dict[str, tuple[type[models.Language], int, dict[str, Any]]] = {
     "accumulation": (models.Tied, 4, {"accumulate_grad_batches": 3}),
     "clipping": (models.Tied, 4, {"gradient_clip_val": 0.05}),
     "frozen": (models.Frozen, 4, {}),
+    "values by the backbone": (models.Around, 4, {}),
     "masks and dicts": (models.Masked, 4, {}),
     "GPT-2": (models.GPT2, 4, {}),
     "BERT": (models.Bert, 4, {}),

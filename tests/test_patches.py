@@ -69,13 +69,13 @@ class Fails(L.Callback):
         raise OSError("the disk is full")
 
 
-def looks(stages: int, folder: str, fails: bool) -> tuple[list[str], list[str]]:
+def looks(stages: int, folder: str, fails: bool, step: Any) -> tuple[list[str], list[str]]:
     """Train, and return the names of what was replaced, and of what isn't restored."""
     before = {target.name: target.current() for target in ON_OBJECTS}
     look, throughput = Looks(), ThroughputMonitor(batch_size_fn=len, window_size=2)
     run = trainer(
         devices=stages,
-        strategy=GPipeStrategy(2),
+        strategy=GPipeStrategy(2, step=step),
         max_steps=2,
         callbacks=[look, throughput, *([Fails()] if fails else [])],
         logger=CSVLogger(folder),
@@ -90,11 +90,13 @@ def looks(stages: int, folder: str, fails: bool) -> tuple[list[str], list[str]]:
     return changed, left
 
 
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_run_replaces_and_restores(stages: int, fails: bool, tmp_path: Path) -> None:
+def test_a_run_replaces_and_restores(stages: int, fails: bool, step: Any, tmp_path: Path) -> None:
     only_with = {1: {"_get_total_norm"}, 2: {"backward"}}[stages] | {"_get_default_group"}
-    for changed, left in run_ranks(looks, stages, stages, str(tmp_path), fails):
+    only_with |= {"log", "_make_closure"} if step == "mini-batch" else {"backward"}
+    for changed, left in run_ranks(looks, stages, stages, str(tmp_path), fails, step):
         assert set(changed) == {target.name for target in ON_OBJECTS} - only_with
         assert left == []
 

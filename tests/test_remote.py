@@ -39,17 +39,17 @@ class Stage:
         self.index, self.model = index, copy.deepcopy(model)
         held = {id(self.model.embed.weight): FIRST}
         held |= {id(p): LAST for p in self.model.head.parameters()}
-        self.trace = StepTrace(index, lambda tensor: held.get(id(tensor)), lambda m, call: None)
+        self.trace = StepTrace(index, CPU, lambda t: held.get(id(t)), lambda m, call: None)
 
     def call(self, hidden: Tensor, crossing: dict[str, Tensor]) -> Tensor:
         """The backbone in the step: the first stage gives its input, the last has its output."""
         if self.index == 0:
             crossing["hidden"] = hidden.detach()
             meta = torch.empty(hidden.shape, device="meta", requires_grad=True)
-            output: Tensor = self.trace.remote(meta, CPU, 0, LAST)
+            output: Tensor = self.trace.remote(meta, 0, LAST)
         else:
             output = self.model.backbone(crossing["hidden"])
-        self.trace.arrive("backbone", [hidden], [output], LAST)
+        self.trace.arrive([hidden], [output], LAST)
         return output
 
     def run(self, step: Callable[..., Any], m: int, crossing: dict[str, Tensor]) -> Any:

@@ -30,6 +30,7 @@ Kind: TypeAlias = Literal[
     "weights",
     "told",
     "uses",
+    "metric",
     "trial",
     "seed",
     "partition",

@@ -10,48 +10,29 @@ backbone's output, so of the code behind the backbone no more than one micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from lightning_gpipe.engine.autograd import Behind, ExitNode
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.ends import MicroBatchInput, MicroBatchOutput, Outlines
+from lightning_gpipe.engine.ends import Outlines
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
+from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.plan import Plan
-from lightning_gpipe.engine.randomness import seed_global, seed_of
+from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.running import Running, Step
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.remote import Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.schedule.actions import Action, Schedule
-from lightning_gpipe.tensors.random_state import seed_torch
 from lightning_gpipe.tensors.tree import Tree
 
-#: The last backward before the backbone, and the last one behind it; see :data:`BeforeLast`.
-BEFORE, AFTER = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the user's step gives for a micro-batch.
-
-    Args:
-        loss: A scalar; None in evaluation.
-        weight: How much it counts; None: as much as the micro-batch has samples.
-    """
-
-    loss: Tensor | None = None
-    weight: Any = None
-
-
-Step: TypeAlias = Callable[[int], Outcome]
 #: Makes a schedule for M micro-batches, with backwards or without, chained or not.
 MakeSchedule: TypeAlias = Callable[[int, bool, bool], Schedule]
 
@@ -67,78 +48,6 @@ class _Call:
 
     context: ForwardContext
     trains: bool
-
-
-@dataclass(slots=True)
-class _Running:
-    """A mini-batch.
-
-    Args:
-        kind: The kind of step, such as training.
-        sizes: Samples in each micro-batch.
-        names: Tell which shapes come out of the backbone.
-        is_chained: Whether each micro-batch goes through all stages in the user's call, because its
-            shapes aren't known yet.
-        step: The user's step.
-        plan: What this rank does.
-        before_last: Called before the last backward of each stage, and of either side; None: the
-            step doesn't train.
-        weighting: How much each loss counts.
-        batch: What the executor knows of it, from the first forward on.
-        m: The micro-batch whose step runs.
-        has_called: Whether that step has called the backbone.
-        outcomes: What the steps gave.
-    """
-
-    kind: str
-    sizes: Sequence[int]
-    names: Sequence[str]
-    is_chained: bool
-    step: Step
-    plan: Plan
-    before_last: BeforeLast | None
-    weighting: Weighting
-    source: MicroBatchInput = field(default_factory=MicroBatchInput)
-    target: MicroBatchOutput = field(default_factory=MicroBatchOutput)
-    batch: MiniBatch | None = None
-    m: int = 0
-    has_called: bool = False
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-
-    def before(self, part: int) -> Tensor | None:
-        """Prepare the last backward of a stage or a side.
-
-        Gradients whose weights are known only at the end are averaged after that.
-        """
-        is_weighted = any(outcome.weight is not None for outcome in self.outcomes.values())
-        return None if self.before_last is None or is_weighted else self.before_last(part)
-
-
-@dataclass(slots=True)
-class StepSeeds:
-    """Seeds what the user's step draws from, the same on every rank of a pipeline.
-
-    Args:
-        device: Where it computes.
-        run: Numbers of the run.
-        step: Numbers of the step.
-    """
-
-    device: torch.device
-    run: tuple[int, ...]
-    step: tuple[int, ...] = ()
-
-    @property
-    def of_layers(self) -> tuple[int, ...]:
-        """The key of the layers' random numbers, as where the step has the whole mini-batch."""
-        return (*self.run, *self.step, 1)
-
-    def __call__(self, m: int, call: int) -> None:
-        """Seed for a function call in the step of a micro-batch."""
-        seed = seed_of(*self.run, *self.step, m, call)
-        seed_torch(self.device, seed)
-        if not call:
-            seed_global(seed)
 
 
 class PerMicroBatch:
@@ -164,17 +73,13 @@ class PerMicroBatch:
         self._rank, self._groups, self._schedule = rank, groups, schedule
         self._seeds = StepSeeds(groups.device, (seed & (2**63 - 1), groups.replica))
         self._anchor = rank.last if groups.is_last and groups.stages > 1 else groups.stage
-        self._known = parameters
-        self._root = torch.zeros((), device=groups.device, requires_grad=True)
+        #: The backwards of what stands outside the backbone.
+        self.outside = Outside(groups.device, parameters, groups.stages == 1)
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
         self._plans: dict[tuple[int, bool, bool], Plan] = {}
-        self._running: _Running | None = None
-        self.trace = StepTrace(groups.stage, holders, self._seeds)
-        #: Parameters of which the gradients of both sides are kept apart, on a rank that has both.
-        self.on_both_sides: Sequence[nn.Parameter] = ()
-        #: Their gradients before the backbone.
-        self.aside: dict[nn.Parameter, Tensor] = {}
+        self._running: Running | None = None
+        self.trace = StepTrace(groups.stage, groups.device, holders, self._seeds)
 
     @property
     def is_running(self) -> bool:
@@ -217,7 +122,7 @@ class PerMicroBatch:
         is_chained = self._groups.stages == 1 or any(name not in self._outlines for name in names)
         plan = self._plan(len(sizes), before_last is not None, is_chained)
         weighting = Weighting(sizes, scale)
-        running = _Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
+        running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
         self._rank.links.allow(plan.leads)
         try:
@@ -229,7 +134,7 @@ class PerMicroBatch:
         self._tell()
         return weighting
 
-    def _run(self, running: _Running) -> None:
+    def _run(self, running: Running) -> None:
         if running.kind not in self._calls:  # nothing is known of how it calls the backbone
             self._run_step(running, 0)
             self._calls.setdefault(running.kind, None)
@@ -248,7 +153,7 @@ class PerMicroBatch:
             elif running.batch is not None:
                 self._backward(running, running.batch, action, last[action.stage])
 
-    def _forward(self, running: _Running, action: Action) -> None:
+    def _forward(self, running: Running, action: Action) -> None:
         if action.stage == (self._rank.stages[0] if running.is_chained else self._anchor):
             self._run_step(running, action.micro_batch)
             return
@@ -260,13 +165,13 @@ class PerMicroBatch:
         with call.context.restored(), torch.set_grad_enabled(call.trains):
             self._rank.executor.do(action, self._begin(running, call.context))
 
-    def _backward(self, running: _Running, batch: MiniBatch, action: Action, last: Action) -> None:
+    def _backward(self, running: Running, batch: MiniBatch, action: Action, last: Action) -> None:
         also = running.before(action.stage) if action is last else None
         self._rank.executor.do(action, batch, also=also)
         if action.stage == 0 and action.op in ("B", "I"):
-            self._backward_before(running, action.micro_batch)
+            self.outside.backward_before(running, action.micro_batch)
 
-    def _run_without_backbone(self, running: _Running) -> None:
+    def _run_without_backbone(self, running: Running) -> None:
         """Run steps that don't call the backbone."""
         if running.before_last is not None:
             raise RuntimeError(
@@ -275,7 +180,7 @@ class PerMicroBatch:
         for m in range(1, len(running.sizes)):
             self._run_step(running, m)
 
-    def _run_step(self, running: _Running, m: int) -> None:
+    def _run_step(self, running: Running, m: int) -> None:
         """Run the user's step for a micro-batch."""
         if m in running.outcomes:
             return
@@ -294,7 +199,7 @@ class PerMicroBatch:
         if outcome.weight is not None and self.trace.is_here(outcome.weight):
             running.weighting.give(m, outcome.weight)
         if self._groups.is_last:
-            self._differentiate(running, m, outcome)
+            self.outside.differentiate(running, m, outcome)
 
     # ------------------------------------------------------------------ the backbone's call
 
@@ -312,12 +217,10 @@ class PerMicroBatch:
         with self.trace.suspended():
             given = Tree.of(outline_of(value), "The backbone's input")
             output, leaves = self._call(running, given, run_layer)
-        self.trace.arrive("backbone", value, leaves, frozenset({self._groups.stages - 1}))
+        self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
         return output
 
-    def _call(
-        self, running: _Running, given: Tree, run_layer: RunLayer
-    ) -> tuple[Any, list[Tensor]]:
+    def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:
         """Run this rank's part; returns the output, and those of its leaves that are tensors."""
         groups, m = self._groups, running.m
         context = ForwardContext.current(self._seeds.of_layers, groups.device, run_layer)
@@ -337,34 +240,18 @@ class PerMicroBatch:
         if made is not None:
             tree, flags = made
             self._outlines.check(name, made)
-            leaves = self._with_graph(running, m, tree, flags)
+            leaves = self.outside.with_graph(running, m, tree, flags)
         else:
             place = frozenset({groups.stages - 1})
             tree = self._outlines[name]
             metas = iter(range(len(tree.leaves)))
             leaves = [
-                self.trace.remote(leaf, groups.device, next(metas), place)
-                if isinstance(leaf, Tensor)
-                else leaf
+                self.trace.remote(leaf, next(metas), place) if isinstance(leaf, Tensor) else leaf
                 for leaf in tree.leaves
             ]
         return tree.with_leaves(leaves).value(), [t for t in leaves if isinstance(t, Tensor)]
 
-    def _with_graph(
-        self, running: _Running, m: int, tree: Tree, flags: Sequence[bool]
-    ) -> list[Any]:
-        """The output's leaves; those that want a gradient with a node that catches it."""
-        leaves = list(tree.leaves)
-        wanted = [i for i, wants in enumerate(flags) if wants]
-        if wanted:
-            joined = ExitNode.apply(
-                running.target.catch(m), self._root, [leaves[i] for i in wanted]
-            )
-            for i, leaf in zip(wanted, joined, strict=True):
-                leaves[i] = leaf
-        return leaves
-
-    def _begin(self, running: _Running, context: ForwardContext) -> MiniBatch:
+    def _begin(self, running: Running, context: ForwardContext) -> MiniBatch:
         """The mini-batch on this rank's stages, begun with the first of their forwards."""
         if running.batch is None:
             program, executor = running.plan.program, self._rank.executor
@@ -375,88 +262,9 @@ class PerMicroBatch:
             executor.announce(program, running.batch)
         return running.batch
 
-    # ------------------------------------------------------------------ backwards outside
-
-    def _differentiate(self, running: _Running, m: int, outcome: Outcome) -> None:
-        """Run the backward of a loss up to the backbone's output."""
-        loss = outcome.loss
-        if loss is None:
-            raise RuntimeError(
-                f"The training step returned no loss for micro-batch {m}, but one for others:"
-                " return a loss with the weight 0 beside it."
-            )
-        if not loss.requires_grad:
-            raise RuntimeError(
-                "The loss wants no gradient: it depends neither on the backbone's output nor on"
-                " any parameter that requires one. Was it detached, or computed under"
-                " torch.no_grad()?"
-            )
-        if m == 0:
-            self._check_leaves(loss)
-        roots, seeds = [], []
-        seed = running.weighting.seed(m)
-        if seed:
-            roots, seeds = [loss], [torch.full_like(loss, seed)]
-        self._run_backward(running, m, AFTER, roots, seeds)
-
-    def _backward_before(self, running: _Running, m: int) -> None:
-        """Run the backward of what stands before the backbone."""
-        roots, seeds = running.source.roots(m)
-        with self._apart() if self.on_both_sides else nullcontext():
-            self._run_backward(running, m, BEFORE, roots, seeds)
-
-    def _run_backward(
-        self,
-        running: _Running,
-        m: int,
-        side: int,
-        roots: list[Tensor],
-        seeds: list[Tensor],
-    ) -> None:
-        also = running.before(side) if m == len(running.sizes) - 1 else None
-        if also is not None:
-            roots, seeds = [*roots, also], [*seeds, torch.ones_like(also)]
-        if roots:
-            torch.autograd.backward(roots, seeds)
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Keep what is added to gradients inside this context apart."""
-        behind = [(p, p.grad) for p in self.on_both_sides]
-        for p, _ in behind:
-            p.grad = self.aside.pop(p, None)
-        try:
-            yield
-        finally:
-            for p, gradient in behind:
-                if p.grad is not None:
-                    self.aside[p] = p.grad
-                p.grad = gradient
-
-    def join_sides(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Add the gradients of both sides, as two ranks do.
-
-        Args:
-            parameters: Of which; None: of all.
-        """
-        for p in list(self.aside if parameters is None else parameters):
-            gradient = self.aside.pop(p, None)
-            if gradient is not None:
-                p.grad = gradient if p.grad is None else gradient + p.grad
-
-    def _check_leaves(self, loss: Tensor) -> None:
-        known = self._known | {id(self._root)}
-        strangers = [leaf for leaf in Behind.of([loss]).leaves if id(leaf) not in known]
-        if self._groups.stages > 1 and strangers:
-            raise RuntimeError(
-                f"A tensor of shape {tuple(strangers[0].shape)} requires a gradient and is no"
-                " parameter of the module, so only the last stage would have its gradient. Make it"
-                " an nn.Parameter of the module. If its gradient isn't wanted, detach it."
-            )
-
     # ------------------------------------------------------------------ what all stages learn
 
-    def _share_weights(self, running: _Running) -> None:
+    def _share_weights(self, running: Running) -> None:
         """Let every rank know the weights that the step returned. Collective, if there are any."""
         if not any(outcome.weight is not None for outcome in running.outcomes.values()):
             return

@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,6 +106,33 @@ class LayerRandomness:
         yield
         if _have_moved(seed):
             self._draw.add(index)
+
+
+@dataclass(slots=True)
+class StepSeeds:
+    """Seeds what the user's step draws from, the same on every rank of a pipeline.
+
+    Args:
+        device: Where it computes.
+        run: Numbers of the run.
+        step: Numbers of the step.
+    """
+
+    device: torch.device
+    run: tuple[int, ...]
+    step: tuple[int, ...] = ()
+
+    @property
+    def of_layers(self) -> tuple[int, ...]:
+        """The key of the layers' random numbers, as where the step has the whole mini-batch."""
+        return (*self.run, *self.step, 1)
+
+    def __call__(self, m: int, call: int) -> None:
+        """Seed for a function call in the step of a micro-batch."""
+        seed = seed_of(*self.run, *self.step, m, call)
+        seed_torch(self.device, seed)
+        if not call:
+            seed_global(seed)
 
 
 def seed_of(*key: int) -> int:

@@ -11,7 +11,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,24 +80,27 @@ class StepTrace(TorchFunctionMode):
     """Follows the values of a step over the stages.
 
     Args:
-        here: This rank's stage.
+        stage: This rank's stage.
+        device: Where it computes.
         holders: The stages that hold a parameter or buffer; None: every stage.
         seed: Seeds the random generators for a micro-batch and a call in it.
     """
 
     def __init__(
         self,
-        here: int,
+        stage: int,
+        device: torch.device,
         holders: Callable[[Tensor], Where | None],
         seed: Callable[[int, int], object],
     ) -> None:
         super().__init__()
-        self._here, self._seed = here, seed
+        self.stage, self.device, self._seed = stage, device, seed
         self.holders = holders
         self._micro_batch = self._calls = self._mark = 0
         self._made: dict[Number, weakref.ref[Tensor]] = {}
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
+        self.is_suspended = False
 
     @property
     def mark(self) -> int:
@@ -109,36 +112,50 @@ class StepTrace(TorchFunctionMode):
         self._micro_batch, self._calls = micro_batch, 0
         self._seed(micro_batch, 0)
 
-    def suspended(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
         """Run code inside this context that isn't the step's."""
-        paused: AbstractContextManager[Any] = _pop_mode_temporarily()
-        return paused
+        self.is_suspended = True
+        try:
+            with _pop_mode_temporarily():
+                yield
+        finally:
+            self.is_suspended = False
 
-    def arrive(self, name: str, given: Any, results: Sequence[Tensor], where: Where) -> None:
-        """Number tensors that something else than a function has made, such as the backbone.
+    def arrive(self, given: Any, results: Sequence[Tensor], where: Where) -> None:
+        """Go on behind the backbone.
+
+        Args:
+            given: What it was given.
+            results: The tensors that came out: remote ones where they aren't here.
+            where: The stages that have them.
+        """
+        self.made("backbone", results, where)
+        self._seed(self._micro_batch, self._calls)
+        if self.uses is not None:
+            self.uses.before |= self.uses.of(tensors_in(given))
+
+    def made(self, name: str, results: Sequence[Tensor], where: Where) -> None:
+        """Number tensors that something else than a function has made.
 
         Args:
             name: What has made them.
-            given: What it was given.
             results: The tensors: remote ones where they aren't here.
             where: The stages that have them.
         """
         self._count(name)
-        self._seed(self._micro_batch, self._calls)
-        if self.uses is not None:
-            self.uses.before |= self.uses.of(tensors_in(given))
         for i, tensor in enumerate(results):
             self._note(tensor, Origin(self._number(i), where))
 
-    def remote(self, meta: Tensor, device: torch.device, output: int, where: Where) -> RemoteTensor:
-        """A tensor that :meth:`arrive` is about to number, on a stage that hasn't got it."""
+    def remote(self, meta: Tensor, output: int, where: Where) -> RemoteTensor:
+        """A tensor that :meth:`made` is about to number, on a stage that hasn't got it."""
         number = Number(self._micro_batch, self._calls + 1, output)
-        return RemoteTensor.like(meta, device, Origin(number, where))
+        return RemoteTensor.like(meta, self.device, Origin(number, where))
 
     def is_here(self, value: Any) -> bool:
         """Whether this stage has all of a value."""
         places = [self._where(tensor) for tensor in tensors_in(value)]
-        return all(where is None or self._here in where for where in places)
+        return all(where is None or self.stage in where for where in places)
 
     def where(self, value: Any) -> Where | None:
         """The stages that have all of a value; None: every stage."""
@@ -153,7 +170,7 @@ class StepTrace(TorchFunctionMode):
             origin = origin_of(tensor) if tensor is not None else None
             if tensor is None or origin is None or origin.number != number:
                 continue
-            if min(origin.where) == self._here and not isinstance(tensor, RemoteTensor):
+            if min(origin.where) == self.stage and not isinstance(tensor, RemoteTensor):
                 found[number] = tensor.detach()
         return found
 
@@ -167,7 +184,7 @@ class StepTrace(TorchFunctionMode):
                 continue
             if isinstance(tensor, RemoteTensor):
                 tensor.tell(value)
-            elif self._here not in origin.where:  # changed in place by a remote one
+            elif self.stage not in origin.where:  # changed in place by a remote one
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     tensor.copy_(value)
 
@@ -194,7 +211,7 @@ class StepTrace(TorchFunctionMode):
         where = frozenset.intersection(*places) if places else None
         if where is not None and not where:
             raise NotHere(_apart(name, tensors, self._where))
-        if where is None or self._here in where:
+        if where is None or self.stage in where:
             if _DRAWS.search(name):
                 self._seed(self._micro_batch, self._calls)
             args, kwargs = tree_map(told, (args, kwargs))

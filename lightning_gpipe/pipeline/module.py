@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpipe.engine.per_micro_batch import PerMicroBatch, Step
+from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
+from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
+from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.pipeline import Pipeline, Surroundings
 from lightning_gpipe.pipeline.settling import settle
 from lightning_gpipe.pipeline.uncut import Uncut
@@ -137,6 +140,25 @@ class PipelinedModule:
         finally:
             self._is_probing = False
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step runs that is run once per micro-batch."""
+        steps = self._state.steps if isinstance(self._state, Pipeline) else None
+        return steps is not None and steps.is_running
+
+    @property
+    def step_trace(self) -> StepTrace | None:
+        """What follows the values of a step that runs once per micro-batch, while it does."""
+        steps = self._state.steps if isinstance(self._state, Pipeline) else None
+        if steps is None or not steps.is_running or steps.trace.is_suspended:
+            return None
+        return steps.trace
+
+    @property
+    def channel(self) -> ObjectChannel:
+        """The object channel between the stages."""
+        return self._groups.pipeline
+
     def run_steps(
         self,
         kind: str,
@@ -173,13 +195,13 @@ class PipelinedModule:
         """
         pipeline, steps = self._stepping()
         with pipeline.stepping(synchronize) as stepping:
-            before = WeightedGradients(pipeline.module, steps.aside, self._is_weighted)
+            before = WeightedGradients(pipeline.module, steps.outside.aside, self._is_weighted)
             weighting = steps.run("training", key, sizes, looks, step, stepping.before_last, scale)
             before.finish(weighting)
             self._is_weighted = weighting.is_given
             self._state = settled = settle(pipeline, steps)
             if synchronize or stepping.need_sums:
-                steps.join_sides()
+                steps.outside.join_sides()
             settled.synchronize(synchronize, stepping.need_sums)
         if settled is not pipeline:
             settled.adopt_optimizers()

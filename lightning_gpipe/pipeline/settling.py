@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.engine.per_micro_batch import AFTER, BEFORE, PerMicroBatch
+from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
+from lightning_gpipe.engine.running import AFTER, BEFORE
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
@@ -33,7 +34,7 @@ def begin_to_watch(steps: PerMicroBatch, placement: Placement, groups: Groups) -
     steps.trace.uses = Uses(frozenset(id(slot.tensor) for slot in outside))
     if groups.stages == 1:
         tensors = [slot.tensor for slot in outside]
-        steps.on_both_sides = [t for t in tensors if isinstance(t, nn.Parameter)]
+        steps.outside.on_both_sides = [t for t in tensors if isinstance(t, nn.Parameter)]
 
 
 def settle(pipeline: Pipeline, steps: PerMicroBatch) -> Pipeline:
@@ -51,8 +52,8 @@ def settle(pipeline: Pipeline, steps: PerMicroBatch) -> Pipeline:
     sides = groups.decide("uses", lambda: {name: _sides(s, uses) for name, s in slots.items()})
     if groups.stages == 1:
         both = {id(slots[name].tensor) for name, found in sides.items() if len(found) == 2}
-        steps.join_sides([p for p in steps.on_both_sides if id(p) not in both])
-        steps.on_both_sides = [p for p in steps.on_both_sides if id(p) in both]
+        steps.outside.join_sides([p for p in steps.outside.on_both_sides if id(p) not in both])
+        steps.outside.on_both_sides = [p for p in steps.outside.on_both_sides if id(p) in both]
         return pipeline
     owners: dict[int, tuple[int, int | None]] = {}
     last = groups.stages - 1

@@ -82,8 +82,12 @@ def _reduced(entries: Sequence[_Entry], weights: Sequence[float]) -> Any:
         return values[0]
     reduce = entries[0].options.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
-    tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
+    tensors = [_as_tensor(value) for value in values]
     if name.lower() in _REDUCTIONS:
         return _REDUCTIONS[name.lower()](torch.stack(tensors).flatten(), 0)
     floats = [t if t.is_floating_point() else t.to(torch.get_default_dtype()) for t in tensors]
     return weighted_mean(floats, [weights[entry.micro_batch] for entry in entries])
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")

@@ -10,10 +10,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_gpipe.engine.per_micro_batch import Outcome
+from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.batches import merge, split_batch, tensors_of, weighted_mean
 from lightning_gpipe.strategy.logged import StepLog
+from lightning_gpipe.strategy.step_metrics import StepMetrics
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class _MiniBatch:
         step: Runs the user's step.
         parts: What it is given for each micro-batch.
         rest: Its other arguments.
+        metrics: The module's metrics.
         log: What it logs.
         results: What it returns, without graphs.
     """
@@ -31,6 +33,7 @@ class _MiniBatch:
     step: Callable[..., Any]
     parts: Sequence[Any]
     rest: tuple[Any, ...]
+    metrics: StepMetrics
     log: StepLog = field(default_factory=StepLog)
     results: list[Any] = field(default_factory=list)
 
@@ -43,6 +46,8 @@ class _MiniBatch:
         self.log.begin(m)
         result = self.step(self.parts[m], *self.rest)
         self.results.append(_detached(result))
+        if m == len(self.parts) - 1:
+            self.metrics.finish()
         if isinstance(result, Tensor):
             return Outcome(result)
         if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
@@ -62,6 +67,7 @@ class MicroBatchSteps:
         self._trainer, self._pipeline = trainer, pipeline
         self._log: StepLog | None = None
         self._evaluations = 0
+        self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """What ``self.log`` does: in a step it is noted, and done once for the mini-batch."""
@@ -90,7 +96,7 @@ class MicroBatchSteps:
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
         parts, sizes = split_batch(batch, self._pipeline.chunks)
-        steps = _MiniBatch(step, parts, rest)
+        steps = _MiniBatch(step, parts, rest, self.metrics)
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
         try:
@@ -112,7 +118,7 @@ class MicroBatchSteps:
             return result
         self._evaluations += 1
         parts, sizes = split_batch(batch, self._pipeline.chunks)
-        steps = _MiniBatch(step, parts, rest)
+        steps = _MiniBatch(step, parts, rest, self.metrics)
         self._log = steps.log
         try:
             weighting = self._pipeline.run_steps(

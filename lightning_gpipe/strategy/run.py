@@ -127,11 +127,7 @@ class Run:
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             self._steps = None
             if settings.step == "micro-batch":
-                self._steps = MicroBatchSteps(trainer, self.pipeline)
-                log = patches.as_method(partial(self._steps.log, patches.LOG.current()))
-                undo.enter_context(patches.LOG.replaced(log))
-                closure = partial(_zeroing_first, patches.CLOSURE.current())
-                undo.enter_context(patches.CLOSURE.replaced(patches.as_method(closure)))
+                self._steps = undo.enter_context(_stepping(trainer, self.pipeline))
             undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
             self._is_set_up = True
             self._undo = undo.pop_all()
@@ -188,30 +184,16 @@ class Run:
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx
         self.pipeline.begin_step(0, number, training=True)
         if self._steps is not None:
-            average = not self._accumulating
-            return self._guard(self._steps.train, step, number, average, *args, **kwargs)
+            step = partial(self._steps.train, step, number, not self._accumulating)
         return self._step(step, *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step of validation, test or prediction. Collective over the pipeline.
-
-        Args:
-            step: The step.
-            kind: Its name.
-            args: What it is given.
-            kwargs: The same.
-        """
+        """Run the user's step of validation, test or prediction. Collective over the pipeline."""
         self._evaluations += 1
         self.pipeline.begin_step(1, self._evaluations)
         if self._steps is not None:
-            return self._guard(self._steps.evaluate, step, kind, *args, **kwargs)
+            step = partial(self._steps.evaluate, step, kind)
         return self._step(step, *args, **kwargs)
-
-    def _guard(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch's steps; see :meth:`_guarded`."""
-        with self._guarded():
-            self._world.generators.share()
-            return run(*args, **kwargs)
 
     @property
     def differentiates(self) -> bool:
@@ -308,6 +290,22 @@ class Run:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(self.pipeline.own_optimizer_state(optimizer, state))
         self.pipeline.adopt_optimizers()
+
+
+@contextmanager
+def _stepping(
+    trainer: pl.Trainer, pipeline: PipelinedModule
+) -> Generator[MicroBatchSteps, None, None]:
+    """Let the Trainer's steps run once per micro-batch."""
+    steps = MicroBatchSteps(trainer, pipeline)
+    log = patches.as_method(partial(steps.log, patches.LOG.current()))
+    closure = patches.as_method(partial(_zeroing_first, patches.CLOSURE.current()))
+    with (
+        patches.LOG.replaced(log),
+        patches.CLOSURE.replaced(closure),
+        steps.metrics.attached(),
+    ):
+        yield steps
 
 
 def _zeroing_first(

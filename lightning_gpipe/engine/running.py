@@ -1,0 +1,78 @@
+"""A mini-batch whose steps run once per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightning_gpipe.engine.ends import MicroBatchInput, MicroBatchOutput
+from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
+from lightning_gpipe.engine.plan import Plan
+from lightning_gpipe.engine.weighting import Weighting
+
+#: The last backward before the backbone, and the last one behind it; see :data:`BeforeLast`.
+BEFORE, AFTER = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the user's step gives for a micro-batch.
+
+    Args:
+        loss: A scalar; None in evaluation.
+        weight: How much it counts; None: as much as the micro-batch has samples.
+    """
+
+    loss: Tensor | None = None
+    weight: Any = None
+
+
+Step: TypeAlias = Callable[[int], Outcome]
+
+
+@dataclass(slots=True)
+class Running:
+    """A mini-batch.
+
+    Args:
+        kind: The kind of step, such as training.
+        sizes: Samples in each micro-batch.
+        names: Tell which shapes come out of the backbone.
+        is_chained: Whether each micro-batch goes through all stages in the user's call, because its
+            shapes aren't known yet.
+        step: The user's step.
+        plan: What this rank does.
+        before_last: Called before the last backward of each stage, and of either side; None: the
+            step doesn't train.
+        weighting: How much each loss counts.
+        batch: What the executor knows of it, from the first forward on.
+        m: The micro-batch whose step runs.
+        has_called: Whether that step has called the backbone.
+        outcomes: What the steps gave.
+    """
+
+    kind: str
+    sizes: Sequence[int]
+    names: Sequence[str]
+    is_chained: bool
+    step: Step
+    plan: Plan
+    before_last: BeforeLast | None
+    weighting: Weighting
+    source: MicroBatchInput = field(default_factory=MicroBatchInput)
+    target: MicroBatchOutput = field(default_factory=MicroBatchOutput)
+    batch: MiniBatch | None = None
+    m: int = 0
+    has_called: bool = False
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+    def before(self, part: int) -> Tensor | None:
+        """Prepare the last backward of a stage or a side.
+
+        Gradients whose weights are known only at the end are averaged after that.
+        """
+        is_weighted = any(outcome.weight is not None for outcome in self.outcomes.values())
+        return None if self.before_last is None or is_weighted else self.before_last(part)

@@ -1,0 +1,195 @@
+"""What steps that run once per micro-batch tell: as those of a plain Trainer, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.text import Perplexity
+
+from lightning_gpipe import GPipeStrategy
+from tests import step_models as models
+from tests.ranks import RankError, run_ranks
+from tests.training import trainer
+
+
+class Tells(models.Language):
+    """Logs in every way Lightning has."""
+
+    def build(self) -> None:
+        super().build()
+        self.accuracy = MulticlassAccuracy(models.VOCABULARY)
+        self.several = torchmetrics.MetricCollection(
+            {
+                "micro": MulticlassAccuracy(models.VOCABULARY, average="micro"),
+                "f1": MulticlassF1Score(models.VOCABULARY),
+            }
+        )
+        self.perplexity = Perplexity()
+        self.mean = torchmetrics.MeanMetric()
+        self.losses: list[Tensor] = []
+        self.rows: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        logits = self(tokens)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log_dict(
+            {"twice": 2 * loss, "size": logits.abs().mean()}, on_step=False, on_epoch=True
+        )
+        self.log("low", logits.min(), reduce_fx="min", on_epoch=True)
+        self.log("high", logits.max(), reduce_fx=torch.max, on_step=False, on_epoch=True)
+        self.log("count", float(len(tokens)), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("constant", 3)
+        self.log("sized", loss, batch_size=len(tokens), on_epoch=True, sync_dist=True)
+        self.accuracy(logits.flatten(0, 1), targets.flatten())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.mean.update(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.losses.append(loss.detach())
+        mean = logits.detach().mean()
+        return {"loss": loss, "predicted": logits.argmax(-1), "n": len(tokens), "mean": mean}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("losses", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        logits = self(tokens)
+        self.several.update(logits.flatten(0, 1), targets.flatten())
+        self.log_dict(self.several)
+        self.perplexity(logits, targets)
+        self.log("perplexity", self.perplexity)
+        self.rows.append(logits.argmax(-1))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        self.log("val_loss", loss, prog_bar=True)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("predicted", torch.cat(self.rows).double().mean())
+        self.rows.clear()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"p": self(batch[0]).softmax(-1), "y": batch[1]}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
+
+
+class Watch(L.Callback):
+    """Notes what callbacks are given."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append({**outputs, **{k: v.clone() for k, v in trainer.callback_metrics.items()}})
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append({"outputs": outputs})
+
+
+def told(stages: int, folder: str) -> dict[str, Any]:
+    """Train and predict; with no stages, a plain Trainer."""
+    watch, stop = Watch(), EarlyStopping("val_loss", stopping_threshold=0.5)
+    files = ModelCheckpoint(folder, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2)
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    run = trainer(
+        max_epochs=6,
+        callbacks=[watch, stop, files],
+        enable_checkpointing=True,
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=1,
+        **options,
+    )
+    module = Tells()
+    run.fit(module)
+    metrics = dict(run.callback_metrics)
+    predicted = run.predict(module, DataLoader(module.data(), batch_size=12))
+    rates = [group["lr"] for group in run.optimizers[0].param_groups]
+    names = sorted(Path(path).name for path in files.best_k_models)
+    return {
+        "seen": watch.seen,
+        "metrics": metrics,
+        "predicted": predicted,
+        "epochs": run.current_epoch,
+        "files": names,
+        "rates": rates,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, told(0, str(folder))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_as_a_plain_trainers(stages: int, plain: Any, tmp_path: Path) -> None:
+    folder, expected = plain
+    assert 1 < expected["epochs"] < 6, "early stopping stops it"
+    for found in run_ranks(told, stages, stages, str(tmp_path)):
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-6)
+    rows = [(path / "metrics.csv").read_text().splitlines() for path in (folder, tmp_path)]
+    assert len(rows[0]) == len(rows[1])
+    for ours, theirs in zip(*rows, strict=True):
+        for a, b in zip(ours.split(","), theirs.split(","), strict=True):
+            assert a == b or float(a) == pytest.approx(float(b), rel=1e-6, abs=1e-6)
+
+
+class Reads(models.Language):
+    """Reads a value in the step that another stage has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss.item())
+        return loss
+
+
+class Twice(models.Language):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.backbone(self.backbone(self.embed(tokens))))
+        return logits
+
+
+class Sometimes(models.Language):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            return self.head.weight.sum()
+        return self.loss(batch)
+
+
+REFUSED = {
+    Reads: "'item' reads a value of the step that stage 1 has.*in on_train_batch_end",
+    Twice: "calls the backbone twice.*mini-batch",
+    Sometimes: "called the backbone for other micro-batches",
+}
+
+
+def refused(kind: type[models.Language]) -> None:
+    strategy = GPipeStrategy(4, step="micro-batch")
+    trainer(devices=2, strategy=strategy, max_steps=3).fit(kind())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals(kind: type[models.Language]) -> None:
+    with pytest.raises(RankError, match=f"(?s){REFUSED[kind]}"):
+        run_ranks(refused, 2, kind)
