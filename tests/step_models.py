@@ -116,6 +116,17 @@ class WeightedTied(Weighted, Tied):
     """Both."""
 
 
+class Half(Tied):
+    """In single precision, for autocast and a loss scaler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
 class Frozen(Language):
     """Trains neither its head nor its embedding."""
 

@@ -10,6 +10,7 @@ import pytest
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.cut import cut
 from lightning_gpipe.plan.report import expected_bubble, human
+from lightning_gpipe.plan.settings import Settings
 
 
 def brute_force(costs: list[float], stages: int) -> tuple[float, float]:
@@ -68,7 +69,8 @@ def test_partition() -> None:
     assert partition.stages == ((range(1),), (range(1, 4),))
     assert [partition.stage_of(i) for i in range(4)] == [0, 1, 1, 1]
     assert partition.shares == (0.5, 0.5)
-    assert expected_bubble(partition, 4, "never") == pytest.approx(1 / 5)
+    settings = Settings(4, 2, None, "params", "never", deferred_batch_norm=True)
+    assert expected_bubble(partition, 4, settings) == pytest.approx(1 / 5)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def test_as_a_plain_trainers(stages: int, plain: Any, tmp_path: Path) -> None:
     folder, expected = plain
     assert 1 < expected["epochs"] < 6, "early stopping stops it"
     for found in run_ranks(told, stages, stages, str(tmp_path)):
-        for name in expected:
+        assert found.pop("files") == expected["files"]
+        for name in found:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-6)
     rows = [(path / "metrics.csv").read_text().splitlines() for path in (folder, tmp_path)]
     assert len(rows[0]) == len(rows[1])

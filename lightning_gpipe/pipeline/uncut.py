@@ -27,12 +27,12 @@ from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
-from lightning_gpipe.pipeline.schedules import Schedules
 from lightning_gpipe.pipeline.settling import begin_to_watch
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
 from lightning_gpipe.plan.chunks import decide_chunks, micro_batches
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.state.gather import (
     PartialStateDict,
@@ -225,7 +225,7 @@ class Uncut:
             self.layers,
             around.devices,
             chunks,
-            around.settings.checkpoint,
+            around.settings,
             outside,
             groups.replicas,
             at_most,
@@ -239,9 +239,12 @@ class Uncut:
                     " sees slices of time. Build it with batch_first=True."
                 )
                 break
-        if outside > OUTSIDE_LIMIT and groups.stages > 1:
+        is_replicated = around.settings.step == "mini-batch"
+        if outside > OUTSIDE_LIMIT and groups.stages > 1 and is_replicated:
             around.warn(
                 f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
-                " Every stage holds and computes them: move what you can into the backbone, or"
-                " name another one with GPipeStrategy(backbone=...)."
+                " Every stage holds and computes them: with GPipeStrategy(step='micro-batch') the"
+                " first or the last stage alone does, if the loss is a mean over samples or tokens."
+                " Or move what you can into the backbone, or name another one with"
+                " GPipeStrategy(backbone=...)."
             )

@@ -8,9 +8,9 @@ from torch import nn
 
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.schedule.checkpoint import Checkpoint
+from lightning_gpipe.plan.schedules import Schedules
+from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.costs import Costs
-from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 
@@ -24,7 +24,7 @@ def partition_table(
     layers: Sequence[nn.Module],
     devices: Sequence[str],
     chunks: int,
-    checkpoint: Checkpoint,
+    settings: Settings,
     outside: float,
     replicas: int,
     at_most: bool = False,
@@ -37,7 +37,7 @@ def partition_table(
         layers: Its layers.
         devices: The device of each stage.
         chunks: M.
-        checkpoint: Which micro-batches are re-materialized.
+        settings: What the user chose.
         outside: Share of the module's parameters outside the backbone, 0 to 1.
         replicas: D.
         at_most: Whether there may be fewer micro-batches, because no batch was seen yet.
@@ -64,13 +64,15 @@ def partition_table(
             f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)}"
             f"{f' x {virtual} virtual stages' * (virtual > 1)}"
             f"{f' x {replicas} replicas' * (replicas > 1)},"
-            f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={checkpoint}",
+            f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={settings.checkpoint}"
+            f"{', step=micro-batch' * (settings.step == 'micro-batch')}",
             lines[0],
             rule,
             *lines[1:],
             rule,
-            f"Expected bubble {expected_bubble(partition, chunks, checkpoint):.1%} of the time;"
-            f" {outside:.1%} of the parameters are outside the backbone, on every stage",
+            f"Expected bubble {expected_bubble(partition, chunks, settings):.1%} of the time;"
+            f" {outside:.1%} of the parameters are outside the backbone, on"
+            f" {'every stage' if settings.step == 'mini-batch' else 'the stages that need them'}",
         ]
     )
 
@@ -96,11 +98,12 @@ def human(count: int) -> str:
     return f"{value:.1f} {units[0]}"
 
 
-def expected_bubble(partition: Partition, chunks: int, checkpoint: Checkpoint) -> float:
+def expected_bubble(partition: Partition, chunks: int, settings: Settings) -> float:
     """Expected share of idle time, 0 to 1; see :data:`BACKWARD_RATIO`."""
     shares = partition.part_shares
     if not sum(shares):
         return 0.0
     placement = rounds(partition.count, partition.virtual_stages)
-    schedule = fill_drain(placement, chunks, checkpoint)
-    return simulate(schedule, Costs.of(shares)).bubble
+    costs = Costs.of(shares)
+    schedule = Schedules(settings, placement, replicas=1, costs=costs).make(chunks)
+    return simulate(schedule, costs).bubble

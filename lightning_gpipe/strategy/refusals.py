@@ -66,9 +66,36 @@ def refuse(
     module, device = trainer.lightning_module, trainer.strategy.root_device
     refuse_synchronized(module, layer_sync, device, layout.replicas, without_sync)
     refuse_precision(trainer.precision_plugin)
+    if settings.step == "micro-batch":
+        refuse_steps(trainer)
     if layout.stages > 1:
         refuse_logging(module, trainer.loggers)
         refuse_callbacks(vars(trainer)["callbacks"], settings)
+
+
+def refuse_steps(trainer: pl.Trainer) -> None:
+    """Refuse what steps need that see the whole mini-batch, or their own backward.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    module, remedy = trainer.lightning_module, "use GPipeStrategy(step='mini-batch')."
+    if not module.automatic_optimization:
+        raise ValueError(
+            "Manual optimization runs backwards inside the step, and with step='micro-batch' the"
+            f" strategy runs them while other micro-batches are under way: {remedy}"
+        )
+    if type(module).backward is not pl.LightningModule.backward:
+        raise ValueError(
+            f"{type(module).__name__} overrides backward, which step='micro-batch' doesn't call:"
+            f" {remedy}"
+        )
+    for callback in vars(trainer)["callbacks"]:
+        if isinstance(callback, BatchSizeFinder):
+            raise ValueError(
+                "BatchSizeFinder runs out of memory on purpose, from which step='micro-batch' can't"
+                f" go on: to search for the batch size {remedy}"
+            )
 
 
 def refuse_synchronized(

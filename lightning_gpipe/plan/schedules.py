@@ -1,4 +1,4 @@
-"""Chooses the schedule of a mini-batch whose steps run once per micro-batch."""
+"""Chooses the schedule of a mini-batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Schedules:
     costs: Costs
     whole: frozenset[int] = frozenset()
 
-    def make(self, micro_batches: int, trains: bool, is_chained: bool) -> Schedule:
+    def make(self, micro_batches: int, trains: bool = True, is_chained: bool = False) -> Schedule:
         """The schedule for M micro-batches.
 
         Args:
@@ -43,6 +43,8 @@ class Schedules:
             is_chained: Whether each goes through all stages before the next.
         """
         checkpoint = self.settings.checkpoint
+        if self.settings.step == "mini-batch":
+            return fill_drain(self.placement, micro_batches, checkpoint)
         if is_chained:
             schedule = chained(self.placement, micro_batches, checkpoint)
             return schedule if trains else without_backwards(schedule)
