@@ -190,7 +190,6 @@ class GPT2(Language):
             use_cache=False,
         )
         self.model = GPT2LMHeadModel(config)
-        self.model.transformer.h = Blocks(self.model.transformer.h)
 
     def loss(self, batch: Any) -> Any:
         tokens, _ = batch
@@ -213,7 +212,6 @@ class Bert(Language):
             num_labels=3,
         )
         self.model = BertForSequenceClassification(config)
-        self.model.bert.encoder.layer = Blocks(self.model.bert.encoder.layer)
 
     def loss(self, batch: Any) -> Any:
         tokens, targets = batch

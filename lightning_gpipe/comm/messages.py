@@ -31,6 +31,7 @@ Kind: TypeAlias = Literal[
     "told",
     "uses",
     "metric",
+    "costs",
     "trial",
     "seed",
     "partition",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.stage import Stage, StageCall
+from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.schedule.actions import Action, Program, kept_graphs
 from lightning_gpipe.tensors.random_state import preserved
@@ -134,6 +135,12 @@ class Executor:
         self._links = dict(links)
         self._device = device
         self._trial = trial
+        self.watch = Stopwatch(device)
+
+    @property
+    def unsplit(self) -> list[int]:
+        """The stages of which a backward couldn't be split."""
+        return [index for index, stage in self._stages.items() if stage.cannot_split]
 
     def close(self) -> None:
         """Let go of the layers."""
@@ -246,7 +253,7 @@ class Executor:
         inputs = self._trial.take(inputs)
         outputs: Tree | None = None
         if not self._trial.has_failed:
-            with self._trial.attempt():
+            with self._trial.attempt(), self.watch.action(*action[:2]):
                 keep = (index, m) in batch.kept
                 outputs = self._stages[index].forward(call, m, inputs, flags, keep)
                 flags = call.micro_batches[m].output_requires_grad
@@ -257,7 +264,7 @@ class Executor:
 
     def _recompute(self, action: Action, batch: MiniBatch, retain: bool) -> None:
         if not self._trial.has_failed:
-            with self._trial.attempt():
+            with self._trial.attempt(), self.watch.action(*action[:2]):
                 stage, call = self._stages[action.stage], batch.calls[action.stage]
                 stage.recompute(call, action.micro_batch, keep_input=retain)
 
@@ -281,7 +288,7 @@ class Executor:
         if call.micro_batches[m].needs_backward:
             gradients = self._trial.take(self._gradients_in(index, batch).take(m)[0]).leaves
         if not self._trial.has_failed:
-            with self._trial.attempt():
+            with self._trial.attempt(), self.watch.action(*action[:2]):
                 if action.op == "B":
                     self._stages[index].backward(call, m, gradients, retain, hand_on, also)
                 else:
@@ -294,7 +301,7 @@ class Executor:
     def _backward_weights(self, action: Action, batch: MiniBatch) -> None:
         call = batch.calls[action.stage]
         if not self._trial.has_failed:
-            with self._trial.attempt():
+            with self._trial.attempt(), self.watch.action(*action[:2]):
                 self._stages[action.stage].backward_weights(call, action.micro_batch)
         del call.micro_batches[action.micro_batch]
 

@@ -135,13 +135,16 @@ class MicroBatch:
 
     def backward_input(
         self, gradients: Gradients, hand_on: HandOn, weights: Sequence[nn.Parameter]
-    ) -> None:
+    ) -> bool:
         """Compute the input's gradient alone.
 
         Args:
             gradients: The gradient of each output leaf that wants one.
             hand_on: Takes the input's.
             weights: Those that :meth:`backward_weights` gives a gradient.
+
+        Returns:
+            False if the rest takes as long as a whole backward, because the graph can't be split.
         """
         with self._handing_on(hand_on):
             edges, given = self._begin_backward(gradients, keeps=False)
@@ -155,6 +158,7 @@ class MicroBatch:
                     torch.autograd.backward(edges, given, retain_graph=True, inputs=way.leaves)
             rest = partial(_backward_to, weights, edges, given)
             self._rest = rest if split is None else split.second
+        return split is not None or not edges or way is None
 
     def backward_weights(self) -> None:
         """Compute the gradients that :meth:`backward_input` has left, adding to those there are."""

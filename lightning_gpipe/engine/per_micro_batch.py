@@ -86,8 +86,8 @@ class PerMicroBatch:
         """Whether a step runs."""
         return self._running is not None
 
-    def forget_schedules(self) -> None:
-        """Make new schedules from now on; the same call on every rank."""
+    def make_new_schedules(self) -> None:
+        """Make schedules anew from now on."""
         self._plans.clear()
 
     # ------------------------------------------------------------------ a mini-batch
@@ -169,7 +169,10 @@ class PerMicroBatch:
         also = running.before(action.stage) if action is last else None
         self._rank.executor.do(action, batch, also=also)
         if action.stage == 0 and action.op in ("B", "I"):
+            watch = self._rank.executor.watch
+            watch.begin_outside()
             self.outside.backward_before(running, action.micro_batch)
+            watch.end_outside(0, action.op)
 
     def _run_without_backbone(self, running: Running) -> None:
         """Run steps that don't call the backbone."""
@@ -184,8 +187,9 @@ class PerMicroBatch:
         """Run the user's step for a micro-batch."""
         if m in running.outcomes:
             return
-        running.m, running.has_called = m, False
+        running.m, running.has_called, watch = m, False, self._rank.executor.watch
         self.trace.begin(m)
+        watch.begin_outside()
         with self.trace:
             running.outcomes[m] = outcome = running.step(m)
         if not running.has_called and self._calls.get(running.kind) is not None:
@@ -200,6 +204,7 @@ class PerMicroBatch:
             running.weighting.give(m, outcome.weight)
         if self._groups.is_last:
             self.outside.differentiate(running, m, outcome)
+        watch.end_outside(self._anchor, "F")
 
     # ------------------------------------------------------------------ the backbone's call
 
@@ -213,10 +218,12 @@ class PerMicroBatch:
                 "The step calls the backbone twice, which step='micro-batch' can't do: use"
                 " GPipeStrategy(step='mini-batch')."
             )
-        running.has_called = True
+        running.has_called, watch = True, self._rank.executor.watch
+        watch.end_outside(self._anchor, "F")
         with self.trace.suspended():
             given = Tree.of(outline_of(value), "The backbone's input")
             output, leaves = self._call(running, given, run_layer)
+        watch.begin_outside()
         self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
         return output
 

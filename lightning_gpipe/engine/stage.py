@@ -74,6 +74,8 @@ class Stage:
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
         self._randomness = LayerRandomness(self._layers, device)
+        #: Whether a backward of the input alone took as much as a whole one.
+        self.cannot_split = False
 
     def close(self) -> None:
         """Let go of the layers."""
@@ -190,7 +192,8 @@ class Stage:
     ) -> None:
         """Run the first half of a micro-batch's backward: see :meth:`backward`."""
         weights = [p for p in self._parameters if p.requires_grad]
-        call.micro_batches[m].backward_input(gradients, hand_on, weights)
+        was_split = call.micro_batches[m].backward_input(gradients, hand_on, weights)
+        self.cannot_split = self.cannot_split or not was_split
 
     def backward_weights(self, call: StageCall, m: int) -> None:
         """Run the second half of a micro-batch's backward, adding to the parameters' gradients."""

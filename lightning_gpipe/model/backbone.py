@@ -18,12 +18,13 @@ CLEAR_SHARE = 0.8
 def find_backbone(
     module: nn.Module, name: str | None, flops: Mapping[str, float] | None = None
 ) -> str:
-    """Name the ``nn.Sequential`` that becomes the pipeline.
+    """Name the ``nn.Sequential``, or the list of blocks, that becomes the pipeline.
 
     Args:
         module: The user's module.
-        name: Dotted name given by the user; ``None``: take the only :class:`Blocks`, the only
-            outermost ``nn.Sequential`` of two or more layers, or the one that holds 80 % of the
+        name: Dotted name given by the user; ``None``: take the only :class:`Blocks`; an
+            ``nn.ModuleList`` that holds more parameters than any ``nn.Sequential``; the only
+            outermost ``nn.Sequential`` of two or more layers; or the one that holds 80 % of the
             parameters and of the operations.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
@@ -41,13 +42,7 @@ def find_backbone(
     lists = {key: _size(body) / total for key, body in _lists(module, "")}
     largest = max(lists, key=lambda key: lists[key], default=None)
     if largest is not None and lists[largest] > max(shares.values(), default=0.0):
-        raise ValueError(
-            f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
-            f" layers, or Blocks, and {lists[largest]:.0%} of the parameters are in the"
-            f" nn.ModuleList '{largest}'. It may become one: `self.{largest} ="
-            f" lightning_gpipe.Blocks(self.{largest})`, if the model calls its blocks in order and"
-            f" hands the hidden state from one to the next untouched.{_otherwise(shares)}"
-        )
+        return largest
     if not candidates:
         raise ValueError(
             f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential of two or more"
@@ -128,7 +123,7 @@ def _checked(module: nn.Module, name: str) -> str:
             f"backbone={name!r}: {type(module).__name__} has no such submodule. Its nn.Sequential:"
             f" {found}."
         ) from None
-    if not _is_sequential(body):
+    if not _is_sequential(body) and type(body) is not nn.ModuleList:
         raise ValueError(
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
             " nn.Sequential that keeps nn.Sequential.forward, or lightning_gpipe.Blocks."

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from typing_extensions import override
 
 from lightning_gpipe.model.loop import Loop
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.promise import StandIn
 from lightning_gpipe.model.run_layer import RunLayer
 
@@ -41,13 +43,26 @@ class Blocks(nn.ModuleList):
 
     Args:
         blocks: Called as ``block(hidden, *extra, **more)``; hidden ``[batch, …]``.
-        as_tuple: Whether a block returns a tuple, of which the model takes the first element.
+        as_tuple: Whether a block returns a tuple, of which the model takes the first element; None:
+            find it out, by a run of the first block without data.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], as_tuple: bool = False) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], as_tuple: bool | None = None) -> None:
         super().__init__(blocks)
         self.as_tuple = as_tuple
         self._listener: _Listener | None = None
+
+    @classmethod
+    def take_over(cls, blocks: nn.ModuleList) -> None:
+        """Make a list of blocks of an ``nn.ModuleList``; it stays the same object."""
+        blocks.__class__ = cls
+        blocks.__dict__.update(as_tuple=None, _listener=None)
+
+    def give_back(self) -> None:
+        """Undo :meth:`take_over`."""
+        for name in ("as_tuple", "_listener"):
+            del self.__dict__[name]
+        self.__class__ = nn.ModuleList  # type: ignore[assignment]
 
     def attach(self, run: RunBlocks) -> None:
         """Let loops over the blocks meet stand-ins, and a function run what they note."""
@@ -70,11 +85,9 @@ class Blocks(nn.ModuleList):
         return self._stand_ins(self._listener)[index]
 
     def _stand_ins(self, listener: _Listener) -> list[Any]:
-        blocks = list(self._modules.values())
-        last = len(blocks) - 1
         return [
-            StandIn(block, partial(listener.hear, i, i == last, self.as_tuple))
-            for i, block in enumerate(blocks)
+            StandIn(block, partial(listener.hear, self, i))
+            for i, block in enumerate(self._modules.values())
         ]
 
 
@@ -88,15 +101,12 @@ class _Listener:
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()
 
-    def hear(
-        self, index: int, is_last: bool, as_tuple: bool, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def hear(self, blocks: Blocks, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Note the call of a block; the last one runs them all. Collective over the pipeline then.
 
         Args:
+            blocks: All of them.
             index: The block.
-            is_last: Whether there is none behind it.
-            as_tuple: Whether it returns a tuple.
             args: What it is called with.
             kwargs: The same.
 
@@ -105,12 +115,14 @@ class _Listener:
         """
         if index == 0:
             _refuse_capturing()
+            if blocks.as_tuple is None:
+                blocks.as_tuple = _returns_tuple(blocks, args, kwargs)
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
-        if not is_last:
+        if index < len(blocks) - 1:
             promise = loop.next_promise()
-            return (promise,) if as_tuple else promise
+            return (promise,) if blocks.as_tuple else promise
         self._loop = None
         value, program = loop.end()
         return self._run(value, program.run)
@@ -118,6 +130,18 @@ class _Listener:
 
 def _nobody() -> None:
     return None
+
+
+def _returns_tuple(blocks: Blocks, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether the first block returns a tuple; if it can't run without data, it is taken not to."""
+    first = next(iter(blocks._modules.values()))
+    if first is None:
+        return False
+    try:
+        with torch._C.DisableTorchFunction():
+            return isinstance(run_on_meta(first, *args, **kwargs), tuple)
+    except (UntraceableLayer, TypeError):
+        return False
 
 
 def _refuse_capturing() -> None:

@@ -58,6 +58,20 @@ class Redirections:
 
     def __init__(self) -> None:
         self._targets: dict[nn.Module, Callable[..., Any]] = {}
+        self._taken_over: list[Blocks] = []
+
+    def take_over(self, module: nn.Module) -> None:
+        """Let an ``nn.ModuleList`` be :class:`Blocks`, until :meth:`end`."""
+        if type(module) is nn.ModuleList:
+            Blocks.take_over(module)
+            self._taken_over += [module] if isinstance(module, Blocks) else []
+
+    def end(self) -> None:
+        """Take all back, and let lists of blocks be what they were."""
+        self.clear()
+        for blocks in self._taken_over:
+            blocks.give_back()
+        self._taken_over.clear()
 
     def add(self, module: nn.Module, target: Callable[..., Any]) -> None:
         """Let calls of a module go to a function, until :meth:`remove`."""

@@ -205,6 +205,8 @@ class PipelinedModule:
             settled.synchronize(synchronize, stepping.need_sums)
         if settled is not pipeline:
             settled.adopt_optimizers()
+        if pipeline.measuring is not None:
+            pipeline.measuring.end_mini_batch(steps)
         return weighting
 
     def check(self, loss: Tensor) -> None:
@@ -244,7 +246,7 @@ class PipelinedModule:
             restore: Whether to bring all weights to the host memory of every rank, and all
                 optimizer state to rank 0's. Collective then.
         """
-        self._redirections.clear()
+        self._redirections.end()
         self._state.close(restore)
         if restore or isinstance(self._state, Uncut):
             to_meta(self._lent)

@@ -27,6 +27,7 @@ from lightning_gpipe.model.parameters import outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
+from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.gather import (
@@ -96,6 +97,7 @@ class Pipeline:
         rank: The stages of this rank.
         engine: Runs its micro-batches where every stage has the whole mini-batch.
         steps: Runs them where the user's step runs once per micro-batch; None: it doesn't.
+        measuring: Measures the first mini-batches that it runs; None as for ``steps``.
         data_parallel: For each virtual stage, in the order of their last backwards, what averages
             its gradients over the replicas; and for what stands on either side of the backbone.
         shared: Sums the gradients of what every stage holds.
@@ -116,6 +118,7 @@ class Pipeline:
     rank: Rank
     engine: WholeBatch
     steps: PerMicroBatch | None
+    measuring: Measuring | None
     data_parallel: Mapping[int, DataParallel]
     shared: SharedParameters
     on_ends: SharedParameters | None

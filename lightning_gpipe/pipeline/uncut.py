@@ -21,11 +21,13 @@ from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.model.blocks import Blocks
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
+from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
 from lightning_gpipe.pipeline.settling import begin_to_watch
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
@@ -84,6 +86,7 @@ class Uncut:
         refuse_compiled(module, backbone)
         layers = tuple(layers_of(body))
         check_layers(len(layers), around.groups.stages, around.settings, backbone)
+        redirections.take_over(body)
         seed = around.groups.decide("seed", torch.initial_seed)
         return cls(module, around, redirections, backbone, body, layers, seed)
 
@@ -182,12 +185,13 @@ class Uncut:
             part: [slot for slot in placement.own if min(slot.parts) == part] for part in own
         }
         known = frozenset(placement.parameters)
-        steps = None
+        steps = measuring = None
         if settings.step == "micro-batch":
             costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
             schedules = Schedules(settings, rank.placement, groups.replicas, costs)
             steps = PerMicroBatch(rank, schedules.make, self.seed, placement.holders, known)
             begin_to_watch(steps, placement, groups)
+            measuring = Measuring(rank, schedules, groups)
         partial = PartialStateDict(around.warn)
         hooks: list[RemovableHandle] = []
         if groups.stages > 1:
@@ -202,6 +206,7 @@ class Uncut:
             rank,
             WholeBatch(rank, around.chunks, settings.checkpoint, self.seed, known),
             steps,
+            measuring,
             {
                 part: DataParallel(slots, groups, options)
                 for part, slots in reversed(last_used.items())
@@ -223,6 +228,7 @@ class Uncut:
             partition,
             self.backbone,
             self.layers,
+            isinstance(self.body, Blocks),
             around.devices,
             chunks,
             around.settings,

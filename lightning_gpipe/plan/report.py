@@ -22,6 +22,7 @@ def partition_table(
     partition: Partition,
     backbone: str,
     layers: Sequence[nn.Module],
+    is_list: bool,
     devices: Sequence[str],
     chunks: int,
     settings: Settings,
@@ -35,6 +36,7 @@ def partition_table(
         partition: Which layers each stage has.
         backbone: Its dotted name.
         layers: Its layers.
+        is_list: Whether the model calls them in a loop.
         devices: The device of each stage.
         chunks: M.
         settings: What the user chose.
@@ -61,7 +63,8 @@ def partition_table(
     stages, virtual = partition.count, partition.virtual_stages
     return "\n".join(
         [
-            f"GPipe: {len(layers)} layers of '{backbone}' on {stages} stage{'s' * (stages > 1)}"
+            f"GPipe: {len(layers)} {'blocks' if is_list else 'layers'} of '{backbone}'"
+            f" on {stages} stage{'s' * (stages > 1)}"
             f"{f' x {virtual} virtual stages' * (virtual > 1)}"
             f"{f' x {replicas} replicas' * (replicas > 1)},"
             f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={settings.checkpoint}"

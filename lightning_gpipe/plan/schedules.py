@@ -34,6 +34,14 @@ class Schedules:
     costs: Costs
     whole: frozenset[int] = frozenset()
 
+    @property
+    def depends_on_costs(self) -> bool:
+        """Whether the schedule is searched for."""
+        return self.settings.step == "micro-batch" and self.settings.schedule in (
+            "auto",
+            "searched",
+        )
+
     def make(self, micro_batches: int, trains: bool = True, is_chained: bool = False) -> Schedule:
         """The schedule for M micro-batches.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +51,31 @@ class Costs:
         half = tuple(time / 2 for time in whole)
         again = forward if recompute is None else recompute
         return cls(tuple(forward), tuple(again), tuple(whole), half, half, message)
+
+    @classmethod
+    def measured(
+        cls, times: Mapping[tuple[int, str], float], stages: int, message: float = 0.0
+    ) -> Costs:
+        """What was measured; what wasn't follows of the rest.
+
+        Args:
+            times: For stages and kinds of actions the time.
+            stages: The number of stages.
+            message: See the class.
+        """
+        forward = [times.get((s, "F"), 0.0) for s in range(stages)]
+        columns: dict[str, list[float]] = {op: [] for op in "RBIW"}
+        for s, f in enumerate(forward):
+            half, rest = times.get((s, "I")), times.get((s, "W"))
+            whole = times.get((s, "B"))
+            if whole is None:
+                whole = BACKWARD_RATIO * f if half is None or rest is None else half + rest
+            columns["R"].append(times.get((s, "R"), f))
+            columns["B"].append(whole)
+            columns["I"].append(whole / 2 if half is None else half)
+            columns["W"].append(whole / 2 if rest is None else rest)
+        made = {op: tuple(column) for op, column in columns.items()}
+        return cls(tuple(forward), made["R"], made["B"], made["I"], made["W"], message)
 
     @cached_property
     def times(self) -> dict[str, tuple[float, ...]]:

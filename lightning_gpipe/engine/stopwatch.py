@@ -1,0 +1,80 @@
+"""How long the actions of a rank take, without what they wait for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_gpipe.schedule.actions import Op
+
+#: A moment: seconds, or an event on the device's stream.
+_Mark: TypeAlias = Any
+_Spans: TypeAlias = dict[tuple[int, Op], list[tuple[_Mark, _Mark]]]
+
+
+class Stopwatch:
+    """Measures actions while it is on.
+
+    Args:
+        device: Where they run. On a GPU it is the time there that counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._since: _Mark = None
+        self._actions: _Spans = defaultdict(list)
+        self._outside: _Spans = defaultdict(list)
+        self.is_on = False
+
+    @contextmanager
+    def action(self, stage: int, op: Op) -> Iterator[None]:
+        """Run an action inside this context."""
+        begin = self._now()
+        yield
+        if self.is_on:
+            self._actions[stage, op].append((begin, self._now()))
+
+    def begin_outside(self) -> None:
+        """Begin code of the user's outside the backbone."""
+        self._since = self._now()
+
+    def end_outside(self, stage: int, op: Op) -> None:
+        """End it, and count it as a part of an action."""
+        if self.is_on and self._since is not None:
+            self._outside[stage, op].append((self._since, self._now()))
+        self._since = None
+
+    def take(self) -> dict[tuple[int, Op], float]:
+        """The time of each kind of action, in seconds; ends the measurement."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        found = {
+            key: statistics.median(map(self._seconds, spans))
+            for key, spans in self._actions.items()
+        }
+        for key, spans in self._outside.items():  # several a micro-batch
+            total = sum(map(self._seconds, spans))
+            found[key] = found.get(key, 0.0) + total / max(len(self._actions[key]), 1)
+        self.is_on = False
+        self._actions.clear()
+        self._outside.clear()
+        return found
+
+    def _now(self) -> _Mark:
+        if not self.is_on:
+            return None
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, span: tuple[_Mark, _Mark]) -> float:
+        begin, end = span
+        return float(begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin)

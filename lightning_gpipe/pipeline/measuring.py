@@ -1,0 +1,46 @@
+"""Measures what the actions of a pipeline take, and has schedules searched for it."""
+
+from __future__ import annotations
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
+from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.plan.schedules import Schedules
+from lightning_gpipe.schedule.costs import Costs
+
+#: Mini-batches before the measurement, in which memory is allocated and kernels are chosen.
+_WARM_UP = 1
+#: Mini-batches that are measured.
+_MEASURED = 3
+
+
+class Measuring:
+    """Measures the first mini-batches of a training.
+
+    Args:
+        rank: The stages of this rank.
+        schedules: Gets what was measured.
+        groups: The process groups.
+    """
+
+    def __init__(self, rank: Rank, schedules: Schedules, groups: Groups) -> None:
+        self._rank, self._schedules, self._groups = rank, schedules, groups
+        self._is_wanted = schedules.depends_on_costs and groups.stages > 1
+        self._mini_batches = 0
+
+    def end_mini_batch(self, steps: PerMicroBatch) -> None:
+        """End a mini-batch that has trained. Collective over all ranks, once."""
+        self._mini_batches += 1
+        watch = self._rank.executor.watch
+        if not self._is_wanted:
+            return
+        if self._mini_batches == _WARM_UP:
+            watch.is_on = True
+        elif self._mini_batches == _WARM_UP + _MEASURED:
+            self._is_wanted = False
+            found = self._groups.pipeline.gather((watch.take(), self._rank.executor.unsplit))
+            found = self._groups.decide("costs", lambda: found)
+            times = {key: time for part, _ in found for key, time in part.items()}
+            self._schedules.costs = Costs.measured(times, len(self._rank.placement))
+            self._schedules.whole = frozenset(stage for _, unsplit in found for stage in unsplit)
+            steps.make_new_schedules()
