@@ -77,6 +77,29 @@ class Costs:
         made = {op: tuple(column) for op, column in columns.items()}
         return cls(tuple(forward), made["R"], made["B"], made["I"], made["W"], message)
 
+    def rounded(self, parts: int) -> Costs:
+        """The costs as multiples of a part of the middle one, at least one.
+
+        Args:
+            parts: Into how many parts that is divided.
+        """
+        known = sorted(time for op in "FRIW" for time in self.times[op])
+        unit = known[len(known) // 2] / parts
+        if not unit:
+            return self
+
+        def nearest(times: Sequence[float]) -> tuple[float, ...]:
+            return tuple(max(round(time / unit), 1) * unit for time in times)
+
+        return Costs(
+            nearest(self.forward),
+            nearest(self.recompute),
+            nearest(self.backward),
+            nearest(self.input_gradient),
+            nearest(self.weight_gradient),
+            self.message,
+        )
+
     @cached_property
     def times(self) -> dict[str, tuple[float, ...]]:
         """For every kind of action its time in each stage."""

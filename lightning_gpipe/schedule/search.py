@@ -14,7 +14,10 @@ from lightning_gpipe.schedule.checkpoint import Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
-from lightning_gpipe.schedule.simulate import simulate
+from lightning_gpipe.schedule.simulate import peak_graphs, simulate
+
+#: Micro-batches under way on a rank at most, in numbers of ranks.
+_FACTORS = 0.5, 1.0, 1.5, 2.0, math.inf
 
 
 def search(
@@ -48,31 +51,43 @@ def search(
     """
     ranks = max(placement) + 1
     kept = micro_batches - recomputed(checkpoint, micro_batches)
-    tries: list[Schedule] = []
-    for joined in (whole, frozenset(range(len(placement)))):
-        for factor in (0.5, 1.0, 1.5, 2.0, math.inf):
-            lists = _Lists(
-                placement, micro_batches, kept, costs, joined, limit, factor * ranks, joins_last
-            )
-            found = lists.run()
-            if found is not None:
-                tries.append(found)
-    tries.append(fill_drain(placement, micro_batches, checkpoint, ascending=True))
+    everywhere = frozenset(range(len(placement)))
+    found: list[_Found] = []
+    # with rounded times what comes almost together does so, and ranks keep in step
+    for guess, joined, factors in (
+        (costs, whole, _FACTORS),
+        (costs.rounded(1), whole, _FACTORS),
+        (costs.rounded(4), whole, (1.0, math.inf)),
+        (costs, everywhere, (1.0, math.inf)),
+    ):
+        for factor in factors:
+            lists = _Lists(placement, micro_batches, kept, guess, joined, joins_last)
+            made = lists.run(limit, factor * ranks)
+            if made is not None:
+                exact = guess is costs
+                length = lists.length if exact else simulate(made, costs).length
+                found.append(_Found(made, length, lists.held))
+    others = [fill_drain(placement, micro_batches, checkpoint, ascending=True)]
     if placement == tuple(range(ranks)) * (len(placement) // ranks):
-        tries.append(one_f_one_b(placement, micro_batches, checkpoint))
-    return min(tries, key=lambda found: _badness(found, costs, limit))
+        others.append(one_f_one_b(placement, micro_batches, checkpoint))
+    found += [_Found(other, simulate(other, costs).length, held(other)) for other in others]
+    return min(found, key=lambda one: (max(one.held - limit, 0.0), one.length)).schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A schedule, the time it takes, and what a rank holds of activations at most."""
+
+    schedule: Schedule
+    length: float
+    held: float
 
 
 def held(schedule: Schedule) -> float:
     """The largest number of micro-batches whose activations a rank holds at one time."""
-    graphs = simulate(schedule).peak_graphs
-    counts = [schedule.placement.count(rank) for rank in range(len(graphs))]
-    return max(g / c for g, c in zip(graphs, counts, strict=True))
-
-
-def _badness(schedule: Schedule, costs: Costs, limit: float) -> tuple[float, float]:
-    """What to make small: what is held above the limit, then the time."""
-    return max(held(schedule) - limit, 0.0), simulate(schedule, costs).length
+    counts = [schedule.placement.count(rank) for rank in range(len(schedule.programs))]
+    peaks = map(peak_graphs, schedule.programs)
+    return max(peak / count for peak, count in zip(peaks, counts, strict=True))
 
 
 @dataclass(slots=True)
@@ -84,7 +99,6 @@ class _Progress:
         gradients: When the gradient of each micro-batch's output arrives.
         kept: How many micro-batches keep their forward's activations, the first ones.
         whole_from: The first micro-batch whose backward isn't split, nor those behind it.
-        under_way: Micro-batches between their forward and their backward.
         graphs: Micro-batches whose activations it holds.
     """
 
@@ -96,7 +110,6 @@ class _Progress:
     recompute: int = 0
     backward: int = 0
     weights: int = 0
-    under_way: int = 0
     graphs: int = 0
 
 
@@ -109,8 +122,6 @@ class _Lists:
         kept: How many micro-batches keep their forward's activations.
         costs: What the actions take.
         whole: Stages whose backward isn't split.
-        limit: The largest number of micro-batches whose activations a rank holds.
-        under_way: The largest number of micro-batches between forward and backward on a rank.
         joins_last: Whether the last micro-batch's backward isn't split.
     """
 
@@ -121,10 +132,9 @@ class _Lists:
         kept: int,
         costs: Costs,
         whole: frozenset[int],
-        limit: float,
-        under_way: float,
         joins_last: bool,
     ) -> None:
+        self.length = self.held = 0.0  # of what was found
         self._placement, self._count, self._costs = placement, micro_batches, costs
         self._last = len(placement) - 1
         never = [math.inf] * micro_batches
@@ -141,11 +151,20 @@ class _Lists:
             stage.recompute = stage.kept
         ranks = range(max(placement) + 1)
         self._of_rank = [[s for s, at in enumerate(placement) if at == rank] for rank in ranks]
-        self._slots = [limit * placement.count(rank) + 1e-9 for rank in ranks]
-        self._most_under_way = [under_way * placement.count(rank) + 1e-9 for rank in ranks]
+        self._slots = self._most_under_way = [math.inf for _ in ranks]
+        self._graphs = [0 for _ in ranks]  # of all stages of a rank, and so the next
+        self._under_way = [0 for _ in ranks]
 
-    def run(self) -> Schedule | None:
-        """Make the programs; None if they don't come to an end within the limits."""
+    def run(self, limit: float, under_way: float) -> Schedule | None:
+        """Make the programs; None if they don't come to an end within the limits.
+
+        Args:
+            limit: The largest number of micro-batches whose activations a rank holds.
+            under_way: The largest number of micro-batches between forward and backward on a rank.
+        """
+        counts = [len(stages) for stages in self._of_rank]
+        self._slots = [limit * count + 1e-9 for count in counts]
+        self._most_under_way = [under_way * count + 1e-9 for count in counts]
         times = self._costs.times
         programs: list[list[Action]] = [[] for _ in self._of_rank]
         free = [0.0] * len(programs)
@@ -159,8 +178,10 @@ class _Lists:
             programs[rank].append(action)
             heapq.heappush(events, (end, rank))
             heapq.heappush(events, self._do(action, rank, end))
+            self.held = max(self.held, self._graphs[rank] / counts[rank])
         if any(stage.weights < self._count for stage in self._stages):
             return None
+        self.length = max(free)
         return Schedule(tuple(map(tuple, programs)), self._placement)
 
     def _best(self, rank: int, now: float) -> Action | None:
@@ -171,8 +192,8 @@ class _Lists:
         activations, too, and one for all that recompute them when the gradient is there.
         """
         stages = self._of_rank[rank]
-        free = self._slots[rank] - sum(self._stages[s].graphs for s in stages)
-        may_begin = sum(self._stages[s].under_way for s in stages) + 1 <= self._most_under_way[rank]
+        free = self._slots[rank] - self._graphs[rank]
+        may_begin = self._under_way[rank] + 1 <= self._most_under_way[rank]
         kept = again = 0
         best: tuple[int, Action] | None = None
         for s in reversed(stages):
@@ -219,26 +240,31 @@ class _Lists:
         match op:
             case "F":
                 stage.forward += 1
-                stage.under_way += 1
-                stage.graphs += m < stage.kept
+                self._under_way[rank] += 1
+                self._hold(stage, rank, int(m < stage.kept))
                 if s < self._last:
                     return self._hand_on(self._stages[s + 1].inputs, m, rank, s + 1, end)
                 stage.gradients[m] = end
             case "R":
                 stage.recompute += 1
-                stage.graphs += 1
+                self._hold(stage, rank, 1)
             case "B" | "I":
                 stage.backward += 1
-                stage.under_way -= 1
+                self._under_way[rank] -= 1
                 if op == "B":
                     stage.weights += 1
-                    stage.graphs -= 1
+                    self._hold(stage, rank, -1)
                 if s:
                     return self._hand_on(self._stages[s - 1].gradients, m, rank, s - 1, end)
             case "W":
                 stage.weights += 1
-                stage.graphs -= 1
+                self._hold(stage, rank, -1)
         return end, rank
+
+    def _hold(self, stage: _Progress, rank: int, graphs: int) -> None:
+        """Note that a stage holds the activations of more micro-batches, or of fewer."""
+        stage.graphs += graphs
+        self._graphs[rank] += graphs
 
     def _hand_on(
         self, arrivals: list[float], m: int, rank: int, target: int, end: float

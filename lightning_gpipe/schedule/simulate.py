@@ -62,7 +62,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         length=length,
         bubble=1 - busy / (length * len(schedule.programs)) if length else 0.0,
         peak_inputs=tuple(_peak_inputs(program) for program in schedule.programs),
-        peak_graphs=tuple(_peak_graphs(program) for program in schedule.programs),
+        peak_graphs=tuple(peak_graphs(program) for program in schedule.programs),
     )
 
 
@@ -148,7 +148,7 @@ def _peak_inputs(program: Program) -> int:
     return peak
 
 
-def _peak_graphs(program: Program) -> int:
+def peak_graphs(program: Program) -> int:
     """Largest number of graphs between their making and their backward."""
     kept = kept_graphs(program)
     held = peak = 0
