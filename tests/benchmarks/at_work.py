@@ -3,7 +3,12 @@
 Each virtual stage is one layer that sleeps: its forward and its recompute one unit, the gradient of
 its input one and that of its weight one. So any number of stages runs truly in parallel on few
 cores. The Trainer measures what the layers take, and searches for the schedule, as for any module.
-How long the layers really slept is added up in the same run. Run it with
+How long a unit really is, is measured in the same run.
+
+``at_work`` is the share of a step that M micro-batches' forwards, recomputes and backwards take on
+one device, as peers' figures count it. ``slept`` is the share in which a device did something: less
+where a micro-batch's backward follows its forward at once, because then nothing is recomputed. Run
+it with
 
     python -m tests.benchmarks.at_work --stages 4 --chunks 8 --virtual 2 --checkpoint always
 """
@@ -34,12 +39,14 @@ class _Device:
 
     unit_s = 0.02
     slept_s = 0.0
+    units = 0
 
     @classmethod
     def work(cls) -> None:
         start = time.perf_counter()
         time.sleep(cls.unit_s)
         cls.slept_s += time.perf_counter() - start
+        cls.units += 1
 
 
 class _Input(torch.autograd.Function):
@@ -82,23 +89,24 @@ class Layer(nn.Module):
 
 
 class Module(L.LightningModule):
-    """A backbone of such layers; notes for every step how long it took and how long it slept."""
+    """A backbone of such layers; notes of every step how long it took and slept, and a unit."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.backbone = nn.Sequential(*(Layer() for _ in range(layers)))
-        self.steps: list[tuple[float, float]] = []
+        self.steps: list[tuple[float, float, float]] = []
         self._start = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.backbone(self.embed(batch[0])).mean()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._start, _Device.slept_s = time.perf_counter(), 0.0
+        self._start, _Device.slept_s, _Device.units = time.perf_counter(), 0.0, 0
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps.append((time.perf_counter() - self._start, _Device.slept_s))
+        step, slept = time.perf_counter() - self._start, _Device.slept_s
+        self.steps.append((step, slept, slept / _Device.units))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -108,8 +116,7 @@ def measure(stages: int, chunks: int, virtual: int, checkpoint: Any, steps: int)
     """Train on emulated devices, on every rank.
 
     Returns:
-        The median step in seconds, and the share of it in which a device is at work, the mean over
-        devices.
+        The median step in seconds, and the shares of it, the means over devices.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -134,16 +141,22 @@ def measure(stages: int, chunks: int, virtual: int, checkpoint: Any, steps: int)
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=batch))
-    shares: list[Any] = [None] * stages
-    own = statistics.median(slept / step for step, slept in module.steps[WARM_UP:])
-    torch.distributed.all_gather_object(shares, own)
+    found: list[Any] = [None] * stages
+    units = chunks * virtual * (3 if checkpoint == "never" else 4)
+    steps_s, slept_s, unit_s = zip(*module.steps[WARM_UP:], strict=True)
+    shares = [
+        (slept / s, units * u / s) for s, slept, u in zip(steps_s, slept_s, unit_s, strict=True)
+    ]
+    own = [statistics.median(column) for column in zip(*shares, strict=True)]
+    torch.distributed.all_gather_object(found, own)
     return {
         "stages": stages,
         "chunks": chunks,
         "virtual_stages": virtual,
         "checkpoint": checkpoint,
-        "step_s": round(statistics.median(step for step, _ in module.steps[WARM_UP:]), 3),
-        "at_work": round(statistics.mean(shares), 3),
+        "step_s": round(statistics.median(steps_s), 3),
+        "at_work": round(statistics.mean(share for _, share in found), 3),
+        "slept": round(statistics.mean(share for share, _ in found), 3),
     }
 
 
@@ -157,7 +170,7 @@ def main() -> None:
     parser.add_argument("--virtual", type=int, default=2)
     parser.add_argument("--checkpoint", default="always", choices=["always", "never"])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--unit", type=float, default=20.0, help="milliseconds of a unit")
+    parser.add_argument("--unit", type=float, default=50.0, help="milliseconds of a unit")
     arguments = parser.parse_args()
     _Device.unit_s = arguments.unit / 1e3
     result = measure(
