@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_gpipe import GPipeStrategy
 
-VOCABULARY, BATCH, LENGTH, STEPS = 50257, 16, 64, 4
+VOCABULARY, BATCH, LENGTH, STEPS = 50257, 32, 64, 4
 
 
 def memory_mb(name: str) -> float:
