@@ -194,3 +194,45 @@ def refused(kind: type[models.Language]) -> None:
 def test_refusals(kind: type[models.Language]) -> None:
     with pytest.raises(RankError, match=f"(?s){REFUSED[kind]}"):
         run_ranks(refused, 2, kind)
+
+
+class Samples(models.Tied):
+    """Calls the model in hooks, outside of steps."""
+
+    def build(self) -> None:
+        super().build()
+        self.samples: list[list[int]] = []
+        self.scores: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.eval()
+        tokens = torch.arange(models.LENGTH)[None] % models.VOCABULARY
+        with torch.no_grad():
+            for _ in range(3):
+                following = self(tokens)[:, -1].argmax(-1, keepdim=True)
+                tokens = torch.cat([tokens[:, 1:], following], dim=1)
+        self.samples.append(tokens[0].tolist())
+        self.train()
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, *_: Any) -> None:
+        self.scores.append(float(self(batch[0]).double().sum()))
+
+
+def samples(stages: int) -> Any:
+    module = Samples()
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    run = trainer(max_epochs=3, **options)
+    run.fit(module)
+    run.validate(module)
+    return module.samples, module.scores
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_models_are_called_in_hooks(stages: int) -> None:
+    expected = samples(0)
+    assert len(expected[0]) == 3
+    for found in run_ranks(samples, stages, stages):
+        torch.testing.assert_close(found, expected)

@@ -32,6 +32,7 @@ Kind: TypeAlias = Literal[
     "uses",
     "metric",
     "costs",
+    "lent weights",
     "trial",
     "seed",
     "partition",

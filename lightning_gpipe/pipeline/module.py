@@ -171,8 +171,11 @@ class PipelinedModule:
 
         See :meth:`lightning_gpipe.engine.per_micro_batch.PerMicroBatch.run`.
         """
-        _, steps = self._stepping()
-        return steps.run(kind, key, sizes, looks, step)
+        pipeline, steps = self._stepping()
+        weighting = steps.run(kind, key, sizes, looks, step)
+        if not pipeline.surroundings.is_fitting:
+            self._state = settle(pipeline, steps)
+        return weighting
 
     def train_steps(
         self,

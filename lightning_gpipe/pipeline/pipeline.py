@@ -27,6 +27,7 @@ from lightning_gpipe.model.parameters import outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
+from lightning_gpipe.pipeline.lending import Lending
 from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
@@ -52,6 +53,7 @@ class Surroundings:
         data_parallel: How replicas communicate.
         devices: The name of every stage's device, for the table.
         optimizers: Returns the optimizers that work in this run.
+        is_fitting: Whether there will be training steps.
         on_cut: Called when the module has been cut. Collective over all ranks.
         inform: Prints a text on rank 0.
         warn: Warns on rank 0.
@@ -64,6 +66,7 @@ class Surroundings:
     data_parallel: DataParallelOptions
     devices: Sequence[str]
     optimizers: Callable[[], Sequence[Optimizer]]
+    is_fitting: bool
     on_cut: Callable[[Partition], object]
     inform: Callable[[str], object]
     warn: Callable[[str], object]
@@ -107,6 +110,7 @@ class Pipeline:
         consistency: Compares what must be the same on every stage.
         partial: Warns of the state dict of one stage.
         hooks: To remove at the end.
+        lending: Lends what not every stage holds outside the backbone; None: every stage does.
     """
 
     module: nn.Module
@@ -127,6 +131,7 @@ class Pipeline:
     consistency: ConsistencyCheck
     partial: PartialStateDict
     hooks: tuple[RemovableHandle, ...]
+    lending: Lending | None = None
 
     @property
     def placement(self) -> Placement:
@@ -145,6 +150,8 @@ class Pipeline:
     def begin_step(self, *step: int, training: bool) -> None:
         """See :meth:`PipelinedModule.begin_step`."""
         self.structure.check(self.surroundings.optimizers())
+        if self.lending is not None:
+            self.lending.forget()
         if training:
             self.shared.before_step()
         self.engine.begin_step(*step)
@@ -233,6 +240,8 @@ class Pipeline:
         """See :meth:`PipelinedModule.close`."""
         for hook in self.hooks:
             hook.remove()
+        if self.lending is not None:
+            self.lending.close()
         if restore:
             self.rank.links.flush()
         self.rank.executor.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.model.parameters import Slot
 from lightning_gpipe.model.step_trace import Uses
+from lightning_gpipe.pipeline.lending import Lending
 from lightning_gpipe.pipeline.pipeline import Pipeline, on_ends, shared_parameters
 from lightning_gpipe.state.placement import Placement
 
@@ -95,8 +97,16 @@ def _rebuilt(pipeline: Pipeline, placement: Placement) -> Pipeline:
     summed = [*placement.replicated, *placement.on_ends]
     shared = shared_parameters(placement, groups, options)
     shared.take_over(pipeline.shared)
+    lending = Lending(
+        pipeline.module,
+        pipeline.body,
+        placement,
+        groups.pipeline,
+        partial(getattr, pipeline.steps, "is_running"),
+    )
     return replace(
         pipeline,
+        lending=lending,
         data_parallel=averages,
         shared=shared,
         on_ends=on_ends(placement, groups, pipeline.shared),

@@ -90,6 +90,7 @@ class Run:
                 options,
                 devices=[str(device) for device in devices],
                 optimizers=self._optimizers if fitting else list,
+                is_fitting=fitting,
                 on_cut=self._cut,
                 inform=logged.print,
                 warn=rank_zero_warn,
