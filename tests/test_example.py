@@ -12,11 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "digits.py"
+LANGUAGE_MODEL = ROOT / "examples" / "language_model.py"
 
 
-def run(*arguments: str, cwd: Path) -> str:
+def run(*arguments: str, cwd: Path, example: Path = EXAMPLE) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
+        [sys.executable, str(example), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -38,6 +39,22 @@ def test_digits(tmp_path: Path) -> None:
         path = re.search(rf"^{line} +(\S+)$", screen, re.MULTILINE)
         assert path, screen
         assert (tmp_path / path[1]).exists()
+
+
+def test_language_model(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 500)
+    found = []
+    for stages in ("1", "2"):
+        arguments = "--stages", stages, "--epochs", "4", "--file", str(text)
+        screen = run(*arguments, cwd=tmp_path, example=LANGUAGE_MODEL)
+        assert screen.count("Sample:") == 4, screen
+        names = "Perplexity", "Unigram perplexity"
+        lines = (re.search(rf"^{name}: +(\S+)$", screen, re.MULTILINE) for name in names)
+        found.append([float(line[1]) for line in lines if line])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    perplexity, unigram = found[0]
+    assert perplexity < 0.8 * unigram
 
 
 def test_digits_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,14 +15,16 @@ from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.schedule.actions import Action, Program
+from lightning_gpipe.schedule.actions import Action, Program, Schedule
+from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.placement import rounds
+from lightning_gpipe.schedule.search import search
 from lightning_gpipe.schedule.simulate import simulate
 from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
 from tests.in_process import ALONE
-from tests.test_schedule import INTERLEAVED
+from tests.test_schedule import INTERLEAVED, random_case
 
 HOST = torch.device("cpu")
 
@@ -40,23 +42,25 @@ class EachByItself(BatchOutput):
         self._rows[m] = [2 * tree.leaves[0]]
 
 
-def gradients_of(layers: nn.Sequential, x: Tensor, program: Program) -> list[Tensor]:
-    """Gradients of the sum of squares, by a program of four stages on one rank."""
-    layers = copy.deepcopy(layers)
-    stages = {i: Stage({i: layers[i]}, HOST, True, None) for i in range(4)}
-    downs, ups = [Local() for _ in range(3)], [Local() for _ in range(3)]
+def gradients_of(
+    layers: nn.Sequential, x: Tensor, program: Program, micro_batches: int = 4
+) -> list[Tensor]:
+    """Gradients of the sum of squares, by a program of a stage per layer on one rank."""
+    layers, last = copy.deepcopy(layers), len(layers) - 1
+    stages = {i: Stage({i: layers[i]}, HOST, True, None) for i in range(last + 1)}
+    downs, ups = [Local() for _ in range(last)], [Local() for _ in range(last)]
     links = {
         i: Links(
             downs[i - 1] if i > 0 else None,
-            downs[i] if i < 3 else None,
-            ups[i] if i < 3 else None,
+            downs[i] if i < last else None,
+            ups[i] if i < last else None,
             ups[i - 1] if i > 0 else None,
         )
-        for i in range(4)
+        for i in range(last + 1)
     }
     executor = Executor(stages, links, HOST, Trial(ALONE))
     batch = Tree.of(x, "The input")
-    split = Split.plan(batch, 4)
+    split = Split.plan(batch, micro_batches)
     source = BatchInput(batch, split, is_here=True)
     mini_batch = executor.begin(
         program,
@@ -122,6 +126,25 @@ def test_a_split_backward_gives_the_same_bits(checkpoint: bool) -> None:
     expected, found = gradients_of(layers, x, whole), gradients_of(layers, x, split_up(whole))
     assert len(found) == 9
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def in_order(schedule: Schedule, costs: Costs) -> Program:
+    """The programs of all ranks as one, in the order of time."""
+    spans = simulate(schedule, costs).spans
+    return tuple(span.action for span in sorted(spans, key=lambda span: span.end))
+
+
+@pytest.mark.parametrize("number", range(0, 100, 10))
+def test_fuzz_of_searched_programs(number: int) -> None:
+    for case in map(random_case, range(number, number + 10)):
+        placement, micro_batches, mode, costs, _ = case
+        torch.manual_seed(number)
+        layers = nn.Sequential(*(layer() for _ in placement)).double()
+        x = torch.randn(2 * micro_batches, 3, dtype=torch.float64, requires_grad=True)
+        plain = fill_drain(placement, micro_batches, mode, ascending=True)
+        expected = gradients_of(layers, x, in_order(plain, costs), micro_batches)
+        found = gradients_of(layers, x, in_order(search(*case), costs), micro_batches)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), case
 
 
 def test_gradients_are_those_of_the_layers_called_as_written() -> None:

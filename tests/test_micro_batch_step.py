@@ -47,7 +47,7 @@ LAYOUTS: list[tuple[int, int, Any, str]] = [
     (4, 2, "always", "auto"),
     (4, 2, 0.5, "fill_drain"),
 ]
-STEPS = 6
+STEPS = 4
 
 
 @cache

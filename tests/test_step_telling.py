@@ -185,6 +185,38 @@ REFUSED = {
 }
 
 
+class Manual(models.Language):
+    automatic_optimization = False
+
+
+class OwnBackward(models.Language):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+BEFORE: dict[type[models.Language], str] = {
+    Manual: "Manual optimization runs backwards inside the step.*step='mini-batch'",
+    OwnBackward: "OwnBackward overrides backward",
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+def test_refusals_before_training(kind: type[models.Language]) -> None:
+    with pytest.raises(ValueError, match=BEFORE[kind]):
+        trainer(devices=1, strategy=GPipeStrategy(4, step="micro-batch"), max_steps=1).fit(kind())
+
+
+def test_refused_arguments() -> None:
+    with pytest.raises(ValueError, match="step must be one of 'mini-batch', 'micro-batch'"):
+        GPipeStrategy(step="token")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="schedule must be one of 'auto', 'fill_drain'"):
+        GPipeStrategy(schedule="2f2b")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give step='micro-batch', too"):
+        GPipeStrategy(schedule="1f1b")
+    with pytest.raises(ValueError, match="counts the buckets of one reducer"):
+        GPipeStrategy(step="micro-batch", ddp_comm_state=object())
+
+
 def refused(kind: type[models.Language]) -> None:
     strategy = GPipeStrategy(4, step="micro-batch")
     trainer(devices=2, strategy=strategy, max_steps=3).fit(kind())

@@ -139,6 +139,7 @@ class GPipeStrategy(SavingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        refusals.refuse_comm_state(ddp_comm_state, self._settings)
         self._options = DataParallelOptions(
             bucket_cap_mb,
             gradient_as_bucket_view,

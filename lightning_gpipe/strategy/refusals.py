@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
@@ -96,6 +97,21 @@ def refuse_steps(trainer: pl.Trainer) -> None:
                 "BatchSizeFinder runs out of memory on purpose, from which step='micro-batch' can't"
                 f" go on: to search for the batch size {remedy}"
             )
+
+
+def refuse_comm_state(state: object, settings: Settings) -> None:
+    """Refuse a state of a communication hook where a stage has several reducers.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    several = settings.virtual_stages > 1 or settings.step == "micro-batch"
+    if several and state is not None and not isinstance(state, dist.ProcessGroup):
+        raise ValueError(
+            f"ddp_comm_state={type(state).__name__} counts the buckets of one reducer, and with"
+            " virtual_stages or step='micro-batch' a stage has several: leave it out, with a hook"
+            " that needs none."
+        )
 
 
 def refuse_synchronized(
