@@ -43,7 +43,7 @@ def test_digits(tmp_path: Path) -> None:
 
 def test_language_model(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 500)
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 800)
     found = []
     for stages in ("1", "2"):
         arguments = "--stages", stages, "--epochs", "4", "--file", str(text)
