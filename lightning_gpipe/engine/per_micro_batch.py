@@ -90,8 +90,6 @@ class PerMicroBatch:
         """Make schedules anew from now on."""
         self._plans.clear()
 
-    # ------------------------------------------------------------------ a mini-batch
-
     def run(
         self,
         kind: str,
@@ -206,8 +204,6 @@ class PerMicroBatch:
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(self._anchor, "F")
 
-    # ------------------------------------------------------------------ the backbone's call
-
     def call(self, value: Any, run_layer: RunLayer) -> Any:
         """Run the backbone for the micro-batch whose step runs."""
         running = self._running
@@ -268,8 +264,6 @@ class PerMicroBatch:
             )
             executor.announce(program, running.batch)
         return running.batch
-
-    # ------------------------------------------------------------------ what all stages learn
 
     def _share_weights(self, running: Running) -> None:
         """Let every rank know the weights that the step returned. Collective, if there are any."""
