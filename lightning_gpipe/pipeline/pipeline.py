@@ -36,7 +36,7 @@ from lightning_gpipe.state.gather import (
     StageTensors,
 )
 from lightning_gpipe.state.optimizers import adopt, gather_optimizer, own_part, state_to
-from lightning_gpipe.state.placement import Placement
+from lightning_gpipe.state.placement import Owners, Placement
 from lightning_gpipe.tensors.tree import Tree
 
 HOST = torch.device("cpu")
@@ -55,6 +55,7 @@ class Surroundings:
         optimizers: Returns the optimizers that work in this run.
         is_fitting: Whether there will be training steps.
         on_cut: Called when the module has been cut. Collective over all ranks.
+        on_settled: Called when it is known who holds what outside the backbone.
         inform: Prints a text on rank 0.
         warn: Warns on rank 0.
         trial: Whether all stages go on when one fails.
@@ -68,6 +69,7 @@ class Surroundings:
     optimizers: Callable[[], Sequence[Optimizer]]
     is_fitting: bool
     on_cut: Callable[[Partition], object]
+    on_settled: Callable[[Owners], object]
     inform: Callable[[str], object]
     warn: Callable[[str], object]
     trial: Trial

@@ -57,22 +57,23 @@ def settle(pipeline: Pipeline, steps: PerMicroBatch) -> Pipeline:
         steps.outside.join_sides([p for p in steps.outside.on_both_sides if id(p) not in both])
         steps.outside.on_both_sides = [p for p in steps.outside.on_both_sides if id(p) in both]
         return pipeline
-    owners: dict[int, tuple[int, int | None]] = {}
+    owners: dict[str, tuple[int, int | None]] = {}
     last = groups.stages - 1
     for name, found in sides.items():
         slot = slots[name]
         if slot.is_outside and not slot.parts and found:
             ends = tuple(0 if side == BEFORE else last for side in found)
             if len(ends) == 1:
-                owners[id(slot.tensor)] = ends[0], None
+                owners[name] = ends[0], None
             elif last > 1:
-                owners[id(slot.tensor)] = 0, last
+                owners[name] = 0, last
     _warn_of_unused(pipeline, slots, sides)
     placement = pipeline.placement.settled(owners)
     tensors = replace(pipeline.tensors, placement=placement)
     steps.trace.holders = placement.holders
     with torch.inference_mode(False):
         tensors.withhold()
+        pipeline.surroundings.on_settled(owners)
     return _rebuilt(replace(pipeline, tensors=tensors), placement)
 
 

@@ -7,6 +7,7 @@ through both side by side, works on every stage as on one device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_gpipe.model.parameters import materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.state.gather import StageTensors, share_outside, share_over_replicas
-from lightning_gpipe.state.placement import Placement
+from lightning_gpipe.state.placement import Owners, Placement
 
 
 class AveragedCopy:
@@ -50,6 +51,19 @@ class AveragedCopy:
         share_over_replicas([*placement.own, *placement.shared], groups)
         for name, target in (("state_dict", self._state_dict), ("to", self._to)):
             self._module.__dict__[name] = Redirect(self._module, None, target, name)
+
+    def settle(self, owners: Owners, backbone: str) -> None:
+        """Let go of what this stage no longer holds of the module outside its backbone.
+
+        Args:
+            owners: Who holds what.
+            backbone: Dotted name of the module's own backbone.
+        """
+        if self._tensors is not None:
+            placement = self._tensors.placement
+            prefix = self._backbone.removesuffix(backbone)
+            self._tensors = replace(self._tensors, placement=placement.settled(owners, prefix))
+            self._tensors.withhold()
 
     def close(self, restore: bool) -> None:
         """Give the copy back, whole if it is to be restored."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gpipe.model.parameters import Slot, layers_of, slots_of
 from lightning_gpipe.model.partition import Partition
+
+#: Of parameters by name: the stage that holds each, and a second one.
+Owners: TypeAlias = Mapping[str, tuple[int, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +55,19 @@ class Placement:
             {id(slot.tensor): slot for slot in slots if slot.is_parameter},
         )
 
-    def settled(self, owners: Mapping[int, tuple[int, int | None]]) -> Placement:
+    def settled(self, owners: Owners, prefix: str = "") -> Placement:
         """The placement once it is known which stages need what is outside the backbone.
 
         Args:
-            owners: For parameters that not every stage needs, by ``id``, the stage that holds it,
-                and a second one.
+            owners: Who holds the parameters that not every stage needs, by their first name.
+            prefix: What stands before these names here.
         """
-        slots = tuple(
-            replace(slot, owner=owners[id(slot.tensor)][0], also=owners[id(slot.tensor)][1])
-            if slot.is_parameter and id(slot.tensor) in owners
-            else slot
-            for slot in self.slots
-        )
+        slots = []
+        for slot in self.slots:
+            found = owners.get(slot.names[0].removeprefix(prefix)) if slot.is_parameter else None
+            slots.append(slot if found is None else replace(slot, owner=found[0], also=found[1]))
         parameters = {id(slot.tensor): slot for slot in slots if slot.is_parameter}
-        return replace(self, slots=slots, parameters=parameters)
+        return replace(self, slots=tuple(slots), parameters=parameters)
 
     @property
     def replicated(self) -> list[Slot]:

@@ -27,6 +27,7 @@ from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.averages import AveragedCopy
+from lightning_gpipe.state.placement import Owners
 from lightning_gpipe.strategy import (
     _lightning,
     callbacks,
@@ -92,6 +93,7 @@ class Run:
                 optimizers=self._optimizers if fitting else list,
                 is_fitting=fitting,
                 on_cut=self._cut,
+                on_settled=self._settled,
                 inform=logged.print,
                 warn=rank_zero_warn,
                 trial=self._trial,
@@ -178,7 +180,9 @@ class Run:
             how |= {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
             self._logged.tell(trainer.loggers, how)
 
-    # ------------------------------------------------------------------ steps
+    def _settled(self, owners: Owners) -> None:
+        for average in self._averages:
+            average.settle(owners, self.pipeline.backbone)
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step. Collective over the pipeline."""
@@ -237,8 +241,6 @@ class Run:
         finally:
             self._accumulating = before
 
-    # ------------------------------------------------------------------ gradients
-
     def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """See :meth:`GPipeStrategy.grad_norm`. Collective over the pipeline."""
         return gradient_norm(parameters, self.pipeline.owner, self._world.groups, norm_type)
@@ -268,8 +270,6 @@ class Run:
             if first is None or first.rank == self._world.rank or first.text in str(error):
                 raise
             raise RemoteError(str(first)) from None
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """The whole module's state dict on rank 0; the same keys elsewhere. Collective."""
