@@ -24,7 +24,7 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.vgg import VGG, make_layers
 from transformers import BertConfig, GPT2Config
 
-from lightning_gpipe import Blocks, GPipeStrategy
+from lightning_gpipe import GPipeStrategy
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
@@ -183,16 +183,19 @@ def losses(name: str, stages: int) -> list[float]:
             patch.setattr(*SMALLER[name])
         exec(code, page)
         module = page["Model"](*arguments())
-    return train(module, data(kind), chunks, stages)
+    step = "micro-batch" if 'step="micro-batch"' in code else "mini-batch"
+    return train(module, data(kind), chunks, stages, step)
 
 
-def train(module: L.LightningModule, loader: Any, chunks: int, stages: int) -> list[float]:
+def train(
+    module: L.LightningModule, loader: Any, chunks: int, stages: int, step: Any = "micro-batch"
+) -> list[float]:
     found: list[float] = []
 
     def keep(run: L.Trainer, *_: Any) -> None:
         found.append(run.callback_metrics["loss"].item())
 
-    pipeline = {"strategy": GPipeStrategy(chunks), "devices": stages} if stages else {}
+    pipeline = {"strategy": GPipeStrategy(chunks, step=step), "devices": stages} if stages else {}
     run = trainer(
         **{"devices": 1, **pipeline},
         max_epochs=1,
@@ -212,7 +215,7 @@ class Family(L.LightningModule):
         (line,) = re.findall(
             rf"^\| {name}\b.*?\| `(.*)` \|$", (PAGES / "transformers.md").read_text(), re.MULTILINE
         )
-        exec(line, {"model": model, "Blocks": Blocks})
+        assert isinstance(model.get_submodule(line), nn.ModuleList)
         self.model = model
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -27,6 +27,7 @@ from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.running import Running, Step
 from lightning_gpipe.engine.weighting import Weighting
+from lightning_gpipe.model.loop import of_any_loop
 from lightning_gpipe.model.remote import Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
@@ -226,7 +227,9 @@ class PerMicroBatch:
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:
         """Run this rank's part; returns the output, and those of its leaves that are tensors."""
         groups, m = self._groups, running.m
-        context = ForwardContext.current(self._seeds.of_layers, groups.device, run_layer)
+        context = ForwardContext.current(
+            self._seeds.of_layers, groups.device, of_any_loop(run_layer)
+        )
         trains = torch.is_grad_enabled()
         self._calls[running.kind] = _Call(context, trains)
         batch = self._begin(running, context)

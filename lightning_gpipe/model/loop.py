@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_gpipe.model.promise import CONDITION, Promise
+from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import CONSTANTS
 
 
@@ -49,7 +54,7 @@ class LoopProgram:
     Args:
         calls: A call per block.
         reads: What the model's loop read of the hidden state: its shape, its type.
-        text: Tells programs apart; travels with the values, since all stages must run the same.
+        text: The program as text; travels with the values, since all stages must run the same.
     """
 
     calls: tuple[BlockCall, ...]
@@ -59,7 +64,14 @@ class LoopProgram:
     @classmethod
     def of(cls, calls: tuple[BlockCall, ...], reads: tuple[str, ...]) -> LoopProgram:
         """The program of the calls that were noted."""
-        return cls(calls, reads, repr((calls, reads)))
+        return cls(calls, reads, _written(calls, reads))
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def read(cls, text: str) -> LoopProgram:
+        """The program that a text says."""
+        calls, reads = pickle.loads(base64.b64decode(text))
+        return cls(calls, reads, text)
 
     def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
         """Run one block.
@@ -101,6 +113,27 @@ class LoopProgram:
             " this between two blocks, before it is known: read it before the first one or after"
             " the last."
         )
+
+
+def of_any_loop(run_layer: RunLayer) -> RunLayer:
+    """What runs layers, for several loops: of each the program is run that its values bring."""
+    is_loop = isinstance(getattr(run_layer, "__self__", None), LoopProgram)
+    return _run_as_told if is_loop else run_layer
+
+
+def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:
+    return LoopProgram.read(value[2]).run(index, block, value)
+
+
+def _written(calls: tuple[BlockCall, ...], reads: tuple[str, ...]) -> str:
+    """A program as text, the same for programs that are the same."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.fast = (
+        True  # the same whether or not two equal parts are one object
+    )
+    pickler.dump((calls, reads))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @dataclass(slots=True)

@@ -263,7 +263,8 @@ class StepTrace(TorchFunctionMode):
         """Run a function on the meta device."""
         device = next((d for d in _devices(args, kwargs) if d.type != "meta"), None)
         inputs = list(tensors_in((args, kwargs)))
-        to = device or device_of(inputs[0])
+        found = (device_of(tensor) for tensor in inputs)
+        to = device or next((d for d in found if d.type != "meta"), self.device)
         wants = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         meta = tree_map(on_meta, (args, kwargs))
         try:
