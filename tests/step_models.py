@@ -145,6 +145,20 @@ class Around(Language):
         return logits
 
 
+class Normed(Language):
+    """Has batch norm on both sides of the backbone."""
+
+    def build(self) -> None:
+        super().build()
+        self.before, self.behind = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.before(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+        hidden = self.behind(self.backbone(hidden).transpose(1, 2)).transpose(1, 2)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
 class Masked(Language):
     """Gives its layers a mask per sample, and its batch as a dict."""
 

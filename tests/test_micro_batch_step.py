@@ -50,6 +50,42 @@ LAYOUTS: list[tuple[int, int, Any, str]] = [
 STEPS = 4
 
 
+def normed(stages: int) -> dict[str, Tensor]:
+    """Train with batch norm outside the backbone."""
+    strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
+    return train(models.Normed(), max_steps=STEPS, devices=stages, strategy=strategy)
+
+
+class OneStep(models.Normed):
+    """Moves its statistics once, by the batch's."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def statistics(stages: int) -> dict[str, Tensor]:
+    """The state after a step; with no stages, a plain Trainer's."""
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    return train(OneStep(), max_steps=1, limit_val_batches=0, **options)
+
+
+def test_batch_norm_outside_the_backbone() -> None:
+    expected = run_ranks(normed, 1, 1)[0]
+    for stages in (2, 3):
+        found = run_ranks(normed, stages, stages)[0]
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    plain = statistics(0)
+    for stages in (1, 2):
+        found = run_ranks(statistics, stages, stages)[0]
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            key = f"before.{name}"
+            torch.testing.assert_close(found[key], plain[key], rtol=0, atol=1e-12)
+        assert found["behind.num_batches_tracked"] == 1
+
+
 @cache
 def expected(case: str) -> dict[str, Tensor]:
     kind, chunks, options = CASES[case]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.ends import Outlines
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
@@ -26,6 +27,7 @@ from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.running import Running, Step
+from lightning_gpipe.engine.telling import share_weights, tell
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.loop import of_any_loop
 from lightning_gpipe.model.remote import Where, outline_of
@@ -60,6 +62,7 @@ class PerMicroBatch:
         seed: Of the random numbers; the same on every rank.
         holders: The stages that hold a parameter or buffer; None: every stage.
         parameters: The module's parameters by ``id``.
+        batch_norm: Batch norm outside the backbone.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class PerMicroBatch:
         seed: int,
         holders: Callable[[Tensor], Where | None],
         parameters: frozenset[int],
+        batch_norm: DeferredBatchNorm,
     ) -> None:
         groups = rank.groups
         self._rank, self._groups, self._schedule = rank, groups, schedule
@@ -76,6 +80,7 @@ class PerMicroBatch:
         self._anchor = rank.last if groups.is_last and groups.stages > 1 else groups.stage
         #: The backwards of what stands outside the backbone.
         self.outside = Outside(groups.device, parameters, groups.stages == 1)
+        self._batch_norm = batch_norm
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
         self._plans: dict[tuple[int, bool, bool], Plan] = {}
@@ -86,6 +91,10 @@ class PerMicroBatch:
     def is_running(self) -> bool:
         """Whether a step runs."""
         return self._running is not None
+
+    def close(self) -> None:
+        """Let go of the modules."""
+        self._batch_norm.remove()
 
     def make_new_schedules(self) -> None:
         """Make schedules anew from now on."""
@@ -124,13 +133,14 @@ class PerMicroBatch:
         running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
         self._rank.links.allow(plan.leads)
+        self._batch_norm.begin(sizes)
         try:
             with self._rank.executor.preserved_generators(), record_function("gpipe_step"):
                 self._run(running)
         finally:
             self._running = None
-        self._share_weights(running)
-        self._tell()
+        share_weights(running, self._groups)
+        tell(self.trace, self._groups)
         return weighting
 
     def _run(self, running: Running) -> None:
@@ -189,8 +199,11 @@ class PerMicroBatch:
         running.m, running.has_called, watch = m, False, self._rank.executor.watch
         self.trace.begin(m)
         watch.begin_outside()
-        with self.trace:
+        with self._batch_norm.micro_batch(recompute=False), self.trace:
             running.outcomes[m] = outcome = running.step(m)
+        if m == len(running.sizes) - 1:
+            with self.trace:
+                self._batch_norm.finish()
         if not running.has_called and self._calls.get(running.kind) is not None:
             raise RuntimeError(
                 f"The step called the backbone for other micro-batches, and not for micro-batch"
@@ -267,33 +280,6 @@ class PerMicroBatch:
             )
             executor.announce(program, running.batch)
         return running.batch
-
-    def _share_weights(self, running: Running) -> None:
-        """Let every rank know the weights that the step returned. Collective, if there are any."""
-        if not any(outcome.weight is not None for outcome in running.outcomes.values()):
-            return
-        weighting, groups = running.weighting, self._groups
-        own = weighting.weights if groups.is_last else None
-        weighting.take_over(groups.pipeline.broadcast("weights", own, source=groups.stages - 1))
-
-    @torch.no_grad()
-    def _tell(self) -> None:
-        """Tell all ranks the values that are left of the steps. Collective."""
-        groups, trace = self._groups, self.trace
-        if groups.stages > 1:
-            last = groups.stages - 1
-            for source in (last, *sorted(trace.sources - {last})):
-                own = (trace.mark, trace.left()) if source == groups.stage else None
-                mark, values = groups.pipeline.broadcast("told", own, source=source)
-                if mark != trace.mark:
-                    raise RuntimeError(
-                        f"The step called other functions on stage {groups.stage} than on stage"
-                        f" {source}: it must do the same on every rank, never under `if rank =="
-                        " 0`."
-                    )
-                if source != groups.stage:
-                    trace.tell(values)
-        trace.forget()
 
     def _plan(self, count: int, trains: bool, is_chained: bool) -> Plan:
         key = count, trains, is_chained

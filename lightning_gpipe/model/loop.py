@@ -129,9 +129,7 @@ def _written(calls: tuple[BlockCall, ...], reads: tuple[str, ...]) -> str:
     """A program as text, the same for programs that are the same."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
-    pickler.fast = (
-        True  # the same whether or not two equal parts are one object
-    )
+    pickler.fast = True  # the same whether or not two equal parts are one object
     pickler.dump((calls, reads))
     return base64.b64encode(file.getvalue()).decode()
 

@@ -177,6 +177,12 @@ def outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]
     return {id(tensor): tensor for tensor in tensors}
 
 
+def outside_buffers(module: nn.Module, backbone: nn.Module) -> list[Tensor]:
+    """Buffers that stand outside the backbone, each once."""
+    tensors = outside_tensors(module, backbone).values()
+    return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+
+
 def slots_of(module: nn.Module, backbone: str, partition: Partition) -> Iterator[Slot]:
     """Every parameter and buffer of a module, with the stage that holds it."""
     parts: dict[int, dict[int, None]] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -45,6 +45,8 @@ _DRAWS = re.compile(
     r"|rrelu|attention|lstm|gru|rnn|orthogonal"
 )
 _WITHOUT_GRADIENT = {"detach", "detach_"}
+#: Functions that change their second and third argument, if they are given.
+_MOVE_STATISTICS = {"batch_norm", "instance_norm"}
 _OF = "_gpipe_of"
 _NOTHING: frozenset[int] = frozenset()
 
@@ -219,15 +221,18 @@ class StepTrace(TorchFunctionMode):
         else:
             result = self._remotely(func, name, args, kwargs, where)
         if where is not None or self.uses is not None:
-            self._note_all(tensors, result, where)
+            self._note_all(name, tensors, result, where)
         return result
 
-    def _note_all(self, tensors: list[Tensor], result: Any, where: Where | None) -> None:
+    def _note_all(self, name: str, tensors: list[Tensor], result: Any, where: Where | None) -> None:
         """Note what a function has made: where it is, and of which parameters."""
         of = self.uses.of(tensors) if self.uses is not None else _NOTHING
         if self.uses is not None and where is not None:
             self.uses.after |= of
-        for i, tensor in enumerate(tensors_in(result)):
+        made = list(tensors_in(result))
+        if where is not None and name in _MOVE_STATISTICS:
+            made += [t for t in tensors[1:3] if not isinstance(t, nn.Parameter)]
+        for i, tensor in enumerate(made):
             if where is not None:
                 self._note(tensor, Origin(self._number(i), where))
             if of and id(tensor) not in (self.uses.parameters if self.uses else ()):

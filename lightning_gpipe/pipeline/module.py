@@ -14,7 +14,7 @@ from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
-from lightning_gpipe.model.parameters import Slot, materialize, to_meta
+from lightning_gpipe.model.parameters import Slot, materialize, outside_buffers, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
@@ -131,10 +131,16 @@ class PipelinedModule:
         if isinstance(self._state, Pipeline):
             return NotImplemented
         self._is_probing = True
+        buffers = outside_buffers(self.module, self._state.body)
+        before = [buffer.clone() for buffer in buffers]
         try:
             with torch.no_grad(), preserved(self._groups.device):
                 return step()
         except _Reached as reached:
+            self._is_probing = False
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
             self._cut(reached.sample, reached.run_layer)
             return NotImplemented
         finally:

@@ -244,6 +244,8 @@ class Pipeline:
             hook.remove()
         if self.lending is not None:
             self.lending.close()
+        if self.steps is not None:
+            self.steps.close()
         if restore:
             self.rank.links.flush()
         self.rank.executor.close()

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.stage import Stage
@@ -189,7 +190,12 @@ class Uncut:
         if settings.step == "micro-batch":
             costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
             schedules = Schedules(settings, rank.placement, groups.replicas, costs)
-            steps = PerMicroBatch(rank, schedules.make, self.seed, placement.holders, known)
+            inside = {id(module) for module in self.body.modules()}
+            outside = [m for m in self.module.modules() if id(m) not in inside]
+            batch_norm = DeferredBatchNorm(outside, deferred, groups.siblings)
+            steps = PerMicroBatch(
+                rank, schedules.make, self.seed, placement.holders, known, batch_norm
+            )
             begin_to_watch(steps, placement, groups)
             measuring = Measuring(rank, schedules, groups)
         partial = PartialStateDict(around.warn)

@@ -1,0 +1,36 @@
+"""What ranks tell each other of steps that run once per micro-batch."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.engine.running import Running
+from lightning_gpipe.model.step_trace import StepTrace
+
+
+def share_weights(running: Running, groups: Groups) -> None:
+    """Let every rank know the weights that the step returned. Collective, if there are any."""
+    if not any(outcome.weight is not None for outcome in running.outcomes.values()):
+        return
+    last = groups.stages - 1
+    own = running.weighting.weights if groups.is_last else None
+    running.weighting.take_over(groups.pipeline.broadcast("weights", own, source=last))
+
+
+@torch.no_grad()
+def tell(trace: StepTrace, groups: Groups) -> None:
+    """Tell all ranks the values that are left of the steps. Collective."""
+    if groups.stages > 1:
+        last = groups.stages - 1
+        for source in (last, *sorted(trace.sources - {last})):
+            own = (trace.mark, trace.left()) if source == groups.stage else None
+            mark, values = groups.pipeline.broadcast("told", own, source=source)
+            if mark != trace.mark:
+                raise RuntimeError(
+                    f"The step called other functions on stage {groups.stage} than on stage"
+                    f" {source}: it must do the same on every rank, never under `if rank == 0`."
+                )
+            if source != groups.stage:
+                trace.tell(values)
+    trace.forget()
