@@ -228,6 +228,31 @@ def test_refusals(kind: type[models.Language]) -> None:
         run_ranks(refused, 2, kind)
 
 
+class Counts(models.Language):
+    """Counts its steps, before it calls the backbone."""
+
+    def build(self) -> None:
+        super().build()
+        self.steps, self.seen = 0, []  # type: ignore[var-annotated]
+
+    def loss(self, batch: Any) -> Any:
+        self.steps += 1
+        self.seen.append(len(batch[0]))
+        return super().loss(batch)
+
+
+def counts(stages: int) -> tuple[int, list[int]]:
+    module, strategy = Counts(), GPipeStrategy(4, stages=stages, step="micro-batch")
+    run = trainer(max_steps=3, limit_val_batches=0, devices=stages, strategy=strategy)
+    run.fit(module)
+    return module.steps, module.seen
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_runs_once_for_each_micro_batch(stages: int) -> None:
+    assert run_ranks(counts, stages, stages) == [(12, [3] * 12)] * stages
+
+
 class Samples(models.Tied):
     """Calls the model in hooks, outside of steps."""
 

@@ -105,7 +105,7 @@ def _left_as_it_was(module: nn.Module, with_hooks: bool) -> Iterator[None]:
     In evaluation, because layers that synchronize or count do so in training; without the fused
     kernels of evaluation, whose operations nobody counts.
     """
-    kept = [(part, _Attributes(part)) for part in module.modules()]
+    kept = [(part, Attributes(part)) for part in module.modules()]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -125,7 +125,7 @@ def _left_as_it_was(module: nn.Module, with_hooks: bool) -> Iterator[None]:
             attributes.restore(part)
 
 
-class _Attributes:
+class Attributes:
     """The attributes of a module, and what the lists, dicts and sets among them hold."""
 
     def __init__(self, part: nn.Module) -> None:

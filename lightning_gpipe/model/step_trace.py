@@ -324,5 +324,6 @@ def _apart(what: str, tensors: Iterable[Tensor], where: Callable[[Tensor], Where
     places = [sorted(found) for found in map(where, tensors) if found is not None]
     return (
         f"'{what}' takes values of which stages {places} each have one: with step='micro-batch' no"
-        " stage has both. Use GPipeStrategy(step='mini-batch')."
+        " stage has both. For an L2 term over all weights use the optimizer's weight_decay; else"
+        " GPipeStrategy(step='mini-batch')."
     )

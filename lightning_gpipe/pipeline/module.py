@@ -14,6 +14,7 @@ from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
+from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import Slot, materialize, outside_buffers, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -133,11 +134,14 @@ class PipelinedModule:
         self._is_probing = True
         buffers = outside_buffers(self.module, self._state.body)
         before = [buffer.clone() for buffer in buffers]
+        kept = [(part, Attributes(part)) for part in self.module.modules()]
         try:
             with torch.no_grad(), preserved(self._groups.device):
                 return step()
         except _Reached as reached:
             self._is_probing = False
+            for part, attributes in kept:  # the step will run once more
+                attributes.restore(part)
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)

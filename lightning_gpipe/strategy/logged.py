@@ -80,6 +80,9 @@ def _reduced(entries: Sequence[_Entry], weights: Sequence[float]) -> Any:
     values = [entry.value for entry in entries]
     if not isinstance(values[0], (Tensor, int, float)) or len(values) == 1:
         return values[0]
+    is_mean = entries[0].options.get("reduce_fx", "mean") in ("mean", torch.mean)
+    if is_mean and all(not isinstance(v, Tensor) and v == values[0] for v in values):
+        return values[0]  # a learning rate, say: no digit is lost
     reduce = entries[0].options.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
     tensors = [_as_tensor(value) for value in values]
