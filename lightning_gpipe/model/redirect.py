@@ -116,5 +116,6 @@ def not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
-        " the backbone as a whole."
+        " the backbone as a whole. If the model calls its layers in a loop, keep them in an"
+        " nn.ModuleList instead of an nn.Sequential."
     )
