@@ -7,6 +7,7 @@ What no step has used stays on every stage.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,7 @@ def settle(pipeline: Pipeline, steps: PerMicroBatch) -> Pipeline:
     placement = pipeline.placement.settled(owners)
     tensors = replace(pipeline.tensors, placement=placement)
     steps.trace.holders = placement.holders
+    gc.collect()  # graphs of the first steps: a parameter that stands in one can't be let go of
     with torch.inference_mode(False):
         tensors.withhold()
         pipeline.surroundings.on_settled(owners)
