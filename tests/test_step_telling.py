@@ -178,7 +178,15 @@ class Sometimes(models.Language):
         return self.loss(batch)
 
 
+class SometimesWeighted(models.Language):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        is_first = int(batch[0][0, 0]) == int(self.data()[0][0][0])
+        return {"loss": loss, "weight": 2.0} if is_first else loss
+
+
 REFUSED = {
+    SometimesWeighted: "returned a weight for some micro-batches and none for others",
     Reads: "'item' reads a value of the step that stage 1 has.*in on_train_batch_end",
     Twice: "calls the backbone twice.*mini-batch",
     Sometimes: "called the backbone for other micro-batches",

@@ -13,6 +13,11 @@ def share_weights(running: Running, groups: Groups) -> None:
     """Let every rank know the weights that the step returned. Collective, if there are any."""
     if not any(outcome.weight is not None for outcome in running.outcomes.values()):
         return
+    if any(outcome.weight is None for outcome in running.outcomes.values()):
+        raise RuntimeError(
+            "The step returned a weight for some micro-batches and none for others: return one for"
+            " each, 0 where nothing counts."
+        )
     last = groups.stages - 1
     own = running.weighting.weights if groups.is_last else None
     running.weighting.take_over(groups.pipeline.broadcast("weights", own, source=last))

@@ -161,16 +161,6 @@ _METADATA = {
 }
 #: Attributes whose value is a tensor that is computed.
 _COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}
-_WRITING_OPERATORS = {
-    "__setitem__",
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
-    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")),
-}
-
-
-def writes(name: str) -> bool:
-    """Whether a function changes its first argument."""
-    return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_metadata(func: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.remote import (
     NotHere,
     Number,
@@ -36,7 +37,6 @@ from lightning_gpipe.model.remote import (
     set_origin,
     tensors_in,
     told,
-    writes,
 )
 
 #: Functions that may draw random numbers.
