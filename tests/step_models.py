@@ -145,6 +145,17 @@ class Around(Language):
         return logits
 
 
+class Looped(Tied):
+    """Calls its layers one by one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.backbone:
+            hidden = layer(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
 class Normed(Language):
     """Has batch norm on both sides of the backbone."""
 

@@ -70,6 +70,43 @@ class Tuples(Encoder):
     as_tuple = True
 
 
+class Listed(Encoder):
+    """Keeps its blocks in an ``nn.ModuleList`` that nobody marked."""
+
+    cut = False
+
+
+class ListedTuples(Listed):
+    as_tuple = True
+
+
+class Looped(Encoder):
+    """Calls an ``nn.Sequential`` layer by layer, and as a whole."""
+
+    def build(self) -> None:
+        self.before = nn.Linear(models.WIDTH, models.WIDTH)
+        self.head = nn.Linear(models.WIDTH, models.WIDTH)
+        self.blocks = nn.Sequential(
+            *(nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh()),
+            *(nn.Linear(models.WIDTH, 9), nn.Tanh(), nn.Linear(9, models.WIDTH)),
+        )
+        for i, layer in enumerate(self.blocks):
+            layer.kind = ("near", "far", "near", "far", "last")[i]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for layer in self.blocks:
+            hidden = layer(hidden)
+        return self.head(self.blocks(hidden))
+
+
+class Sliced(Looped):
+    """Calls some of its layers alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[:2](x)
+
+
 class Square(Encoder):
     """As many samples as positions."""
 
@@ -191,21 +228,25 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
 
 @pytest.mark.parametrize("balance", ["flops", "params"])
 @pytest.mark.parametrize(
-    "kind", ["Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"]
+    "kind",
+    [
+        *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
+        *("Listed", "ListedTuples", "Looped"),
+    ],
 )
 def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is an ordinary one before and after."""
     torch.manual_seed(2)
     monkeypatch.setattr(Encoder, "cut", False)
     uncut = globals()[kind]()
-    assert type(uncut.blocks) is nn.ModuleList
+    assert type(uncut.blocks) in (nn.ModuleList, nn.Sequential)
     plain = train(uncut, max_steps=5)
     with torch.no_grad():
         output = uncut(torch.ones(2, 6).double())
     for stages in (1, 2, 3):
         state, kinds, found = run_ranks(pipelined, stages, kind, stages, balance)[0]
         assert list(state) == list(plain)
-        assert kinds == ["near", "far", "near", "far"]
+        assert kinds[:4] == ["near", "far", "near", "far"]
         torch.testing.assert_close(state, plain, atol=1e-10, rtol=0)
         torch.testing.assert_close(found, output, atol=1e-10, rtol=0)
 
@@ -221,6 +262,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Widens", r"Block 0 returned a hidden state of shape \[\d, 12\], not \[\d, 6\]"),
         ("HalfFrozen", "Block 2 is called with other settings of autograd"),
         ("HalfCast", "Block 2 is called with other settings of autograd or autocast"),
+        ("Sliced", "A layer of the backbone was called by itself"),
         ("Cached", "Block 0 was given a object, which can't be split"),
     ],
 )
@@ -250,13 +292,23 @@ def test_blocks_are_the_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Copying(Encoder):
     """Copies its blocks within a step."""
 
+    copy_is = (Blocks, Block)
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().loss(x, y)
+        assert self.blocks[0] == next(iter(self.blocks.children()))
+        assert self.blocks[0] in set(self.blocks.children())
         for copied in (copy.deepcopy(self.blocks), pickle.loads(pickle.dumps(self.blocks))):
-            assert type(copied) is Blocks
-            assert type(copied[0]) is Block, "a copy is an ordinary list"
+            assert type(copied) is self.copy_is[0]
+            assert type(copied[0]) is self.copy_is[1], "a copy is an ordinary list"
+            assert type(copy.deepcopy(self.blocks[0])) is self.copy_is[1]
         return loss
 
 
-def test_a_copy_of_blocks_has_no_pipeline() -> None:
-    run_ranks(pipelined, 2, "Copying", 2, "params")
+class CopyingLooped(Copying, Looped):
+    copy_is = (nn.Sequential, nn.Linear)
+
+
+@pytest.mark.parametrize("kind", ["Copying", "CopyingLooped"])
+def test_a_copy_of_blocks_has_no_pipeline(kind: str) -> None:
+    run_ranks(pipelined, 2, kind, 2, "params")

@@ -1,7 +1,12 @@
-"""The step once per micro-batch: equal to a plain Trainer with the same weighted losses."""
+"""The step once per micro-batch: equal to a plain Trainer with the same weighted losses.
+
+With WHOLE_TABLE=1 in the environment every case runs in every layout, which takes half an hour.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 from functools import cache
 from typing import Any
 
@@ -31,6 +36,7 @@ CASES: dict[str, tuple[type[models.Language], int, dict[str, Any]]] = {
     "frozen": (models.Frozen, 4, {}),
     "values by the backbone": (models.Around, 4, {}),
     "masks and dicts": (models.Masked, 4, {}),
+    "looped": (models.Looped, 4, {}),
     "GPT-2": (models.GPT2, 4, {}),
     "BERT": (models.Bert, 4, {}),
 }
@@ -43,6 +49,9 @@ LAYOUTS: list[tuple[int, int, Any, str]] = [
     (3, 1, 0.5, "1f1b"),
     (4, 2, "always", "auto"),
 ]
+if "WHOLE_TABLE" in os.environ:
+    modes, schedules = ("always", "except_last", 0.5, "never"), ("fill_drain", "1f1b", "searched")
+    LAYOUTS = list(itertools.product((1, 2, 3, 4), (1, 2), modes, schedules))
 STEPS = 4
 
 

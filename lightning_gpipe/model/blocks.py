@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
@@ -23,9 +23,53 @@ from lightning_gpipe.model.run_layer import RunLayer
 
 #: Runs all blocks: called with the first one's value and how each is run.
 RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
+#: Lets modules be called as if nothing were redirected.
+AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
 
 
-class Blocks(nn.ModuleList):
+class Listening(nn.Module):
+    """A list of layers whose loops, while a function is attached, meet stand-ins of its layers."""
+
+    as_tuple: bool | None = None
+    _listener: _Listener | None = None
+
+    def attach(self, run: RunBlocks, as_written: AsWritten) -> None:
+        """Let loops over the layers meet stand-ins.
+
+        Args:
+            run: Runs what they note.
+            as_written: Lets a layer be called as if it were in no pipeline.
+        """
+        self._listener = _Listener(run, as_written)
+
+    def detach(self) -> None:
+        """Be an ordinary list again."""
+        self._listener = None
+
+    def give_back(self, kind: type[nn.Module]) -> None:
+        """Be of a class again that the list was of before it was taken over."""
+        for name in ("as_tuple", "_listener"):
+            self.__dict__.pop(name, None)
+        self.__class__ = kind  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        listener, layers = self._listener, self._modules.values()
+        return iter(layers) if listener is None else iter(self._stand_ins(listener))
+
+    def __getitem__(self, index: Any) -> Any:
+        is_part = isinstance(index, slice) and isinstance(self, nn.Sequential)  # called as a whole
+        if self._listener is None or is_part:
+            return super().__getitem__(index)  # type: ignore[misc]
+        return self._stand_ins(self._listener)[index]
+
+    def _stand_ins(self, listener: _Listener) -> list[Any]:
+        return [
+            StandIn(layer, partial(listener.hear, self, i))
+            for i, layer in enumerate(self._modules.values())
+        ]
+
+
+class Blocks(Listening, nn.ModuleList):
     """A backbone of blocks that a model calls one after another, with masks, positions and so on.
 
     It takes the place of the ``nn.ModuleList`` in which the model keeps them::
@@ -50,58 +94,37 @@ class Blocks(nn.ModuleList):
     def __init__(self, blocks: Iterable[nn.Module], as_tuple: bool | None = None) -> None:
         super().__init__(blocks)
         self.as_tuple = as_tuple
-        self._listener: _Listener | None = None
 
-    @classmethod
-    def take_over(cls, blocks: nn.ModuleList) -> None:
-        """Make a list of blocks of an ``nn.ModuleList``; it stays the same object."""
-        blocks.__class__ = cls
-        blocks.__dict__.update(as_tuple=None, _listener=None)
 
-    def give_back(self) -> None:
-        """Undo :meth:`take_over`."""
-        for name in ("as_tuple", "_listener"):
-            del self.__dict__[name]
-        self.__class__ = nn.ModuleList  # type: ignore[assignment]
+class Sequential(Listening, nn.Sequential):
+    """An ``nn.Sequential`` that a model may also call in a loop, layer by layer.
 
-    def attach(self, run: RunBlocks) -> None:
-        """Let loops over the blocks meet stand-ins, and a function run what they note."""
-        self._listener = _Listener(run)
+    It is one that a pipeline has taken over, bears its name in summaries, and its copies are ones.
+    """
 
-    def detach(self) -> None:
-        """Be an ordinary list again."""
-        self._listener = None
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_listener", "as_tuple")}
+        return nn.Sequential, (), state
 
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        return (
-            super().__iter__() if self._listener is None else iter(self._stand_ins(self._listener))
-        )
 
-    @override
-    def __getitem__(self, index: Any) -> Any:
-        if self._listener is None:
-            return super().__getitem__(index)
-        return self._stand_ins(self._listener)[index]
-
-    def _stand_ins(self, listener: _Listener) -> list[Any]:
-        return [
-            StandIn(block, partial(listener.hear, self, i))
-            for i, block in enumerate(self._modules.values())
-        ]
+#: What a pipeline makes of a backbone while it has it.
+TAKEN_OVER: dict[type[nn.Module], type[Listening]] = {
+    nn.ModuleList: Blocks,
+    nn.Sequential: Sequential,
+}
 
 
 class _Listener:
     """Listens to loops over the blocks; a copy of the blocks has none."""
 
-    def __init__(self, run: RunBlocks) -> None:
-        self._run = run
+    def __init__(self, run: RunBlocks, as_written: AsWritten) -> None:
+        self._run, self._as_written = run, as_written
         self._loop: Loop | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()
 
-    def hear(self, blocks: Blocks, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def hear(self, blocks: Listening, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Note the call of a block; the last one runs them all. Collective over the pipeline then.
 
         Args:
@@ -116,11 +139,13 @@ class _Listener:
         if index == 0:
             _refuse_capturing()
             if blocks.as_tuple is None:
-                blocks.as_tuple = _returns_tuple(blocks, args, kwargs)
+                first = next(iter(blocks._modules.values()))
+                with self._as_written(first):
+                    blocks.as_tuple = _returns_tuple(first, args, kwargs)
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
-        if index < len(blocks) - 1:
+        if index < len(blocks._modules) - 1:
             promise = loop.next_promise()
             return (promise,) if blocks.as_tuple else promise
         self._loop = None
@@ -132,14 +157,13 @@ def _nobody() -> None:
     return None
 
 
-def _returns_tuple(blocks: Blocks, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether the first block returns a tuple; if it can't run without data, it is taken not to."""
-    first = next(iter(blocks._modules.values()))
-    if first is None:
+def _returns_tuple(block: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a block returns a tuple; if it can't run without data, it is taken not to."""
+    if block is None:
         return False
     try:
         with torch._C.DisableTorchFunction():
-            return isinstance(run_on_meta(first, *args, **kwargs), tuple)
+            return isinstance(run_on_meta(block, *args, **kwargs), tuple)
     except (UntraceableLayer, TypeError):
         return False
 

@@ -117,8 +117,12 @@ class LoopProgram:
 
 def of_any_loop(run_layer: RunLayer) -> RunLayer:
     """What runs layers, for several loops: of each the program is run that its values bring."""
-    is_loop = isinstance(getattr(run_layer, "__self__", None), LoopProgram)
-    return _run_as_told if is_loop else run_layer
+    return _run_as_told if is_loop(run_layer) else run_layer
+
+
+def is_loop(run_layer: RunLayer) -> bool:
+    """Whether what runs layers is the program of a loop."""
+    return isinstance(getattr(run_layer, "__self__", None), LoopProgram)
 
 
 def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:

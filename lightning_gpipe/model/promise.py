@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,18 @@ class StandIn:
 
     def __repr__(self) -> str:
         return repr(self._block)
+
+    def __eq__(self, other: object) -> bool:
+        return self._block is (other._block if type(other) is StandIn else other)
+
+    def __hash__(self) -> int:
+        return hash(self._block)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (self._block,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._block, memo)
 
 
 class Promise(Tensor):

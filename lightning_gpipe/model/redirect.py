@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.model.blocks import Blocks
+from lightning_gpipe.model.blocks import TAKEN_OVER, Listening
 
 
 class Redirect:
@@ -53,32 +53,34 @@ class Redirect:
 class Redirections:
     """The forwards that are redirected, and those that they had before.
 
-    :class:`Blocks` have no forward: what their loop calls is redirected.
+    What a model's loop over a backbone calls is redirected, too.
     """
 
     def __init__(self) -> None:
         self._targets: dict[nn.Module, Callable[..., Any]] = {}
-        self._taken_over: list[Blocks] = []
+        self._taken_over: list[tuple[Listening, type[nn.Module]]] = []
 
-    def take_over(self, module: nn.Module) -> None:
-        """Let an ``nn.ModuleList`` be :class:`Blocks`, until :meth:`end`."""
-        if type(module) is nn.ModuleList:
-            Blocks.take_over(module)
-            self._taken_over += [module] if isinstance(module, Blocks) else []
+    def take_over(self, backbone: nn.Module) -> None:
+        """Listen to loops over a backbone's layers, too, until :meth:`end`."""
+        kind = type(backbone)
+        if kind in TAKEN_OVER:
+            backbone.__class__ = TAKEN_OVER[kind]
+            self._taken_over += [(backbone, kind)] if isinstance(backbone, Listening) else []
 
     def end(self) -> None:
-        """Take all back, and let lists of blocks be what they were."""
+        """Take all back, and let backbones be what they were."""
         self.clear()
-        for blocks in self._taken_over:
-            blocks.give_back()
+        for backbone, kind in self._taken_over:
+            backbone.give_back(kind)
         self._taken_over.clear()
 
     def add(self, module: nn.Module, target: Callable[..., Any]) -> None:
         """Let calls of a module go to a function, until :meth:`remove`."""
         self._targets[module] = target
-        if isinstance(module, Blocks):
-            module.attach(target)
-            return
+        if isinstance(module, Listening):
+            module.attach(target, self.suspended)
+        if isinstance(module, nn.ModuleList):
+            return  # has no forward
         # a forward of the instance's own: torch.compile sets one, and users do
         previous = module.__dict__.get("forward")
         original = previous.original if isinstance(previous, Redirect) else previous
@@ -88,9 +90,8 @@ class Redirections:
         """Let calls of a module go to its own forward again."""
         if self._targets.pop(module, None) is None:
             return
-        if isinstance(module, Blocks):
+        if isinstance(module, Listening):
             module.detach()
-            return
         redirect = module.__dict__.pop("forward", None)
         if isinstance(redirect, Redirect) and redirect.original is not None:
             module.__dict__["forward"] = redirect.original
@@ -101,10 +102,11 @@ class Redirections:
             self.remove(module)
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let modules be called as if nothing were redirected."""
-        targets = dict(self._targets)
-        self.clear()
+    def suspended(self, *modules: nn.Module | None) -> Iterator[None]:
+        """Let modules be called as if nothing were redirected: these, or all."""
+        targets = {m: to for m, to in self._targets.items() if not modules or m in modules}
+        for module in targets:
+            self.remove(module)
         try:
             yield
         finally:
@@ -116,6 +118,5 @@ def not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
-        " the backbone as a whole. If the model calls its layers in a loop, keep them in an"
-        " nn.ModuleList instead of an nn.Sequential."
+        " the backbone as a whole, or all of its layers in one loop."
     )

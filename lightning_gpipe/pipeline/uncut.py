@@ -22,7 +22,7 @@ from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
-from lightning_gpipe.model.blocks import Blocks
+from lightning_gpipe.model.loop import is_loop
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -143,7 +143,8 @@ class Uncut:
             for layer in self.layers:
                 self.redirections.remove(layer)
             partition, chunks = groups.decide("partition", lambda: self._decide(sample, run_layer))
-            self._tell(partition, micro_batches(chunks, sample), at_most=sample is None)
+            is_list = isinstance(self.body, nn.ModuleList) or is_loop(run_layer)
+            self._tell(partition, micro_batches(chunks, sample), is_list, sample is None)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)
             tensors = StageTensors(placement, groups.pipeline, groups.device)
             tensors.cut()
@@ -226,7 +227,7 @@ class Uncut:
             tuple(hooks),
         )
 
-    def _tell(self, partition: Partition, chunks: int, at_most: bool) -> None:
+    def _tell(self, partition: Partition, chunks: int, is_list: bool, at_most: bool) -> None:
         """Print the partition, and warn of what may surprise."""
         around, groups = self.surroundings, self.surroundings.groups
         outside = outside_share(self.module, self.body)
@@ -234,7 +235,7 @@ class Uncut:
             partition,
             self.backbone,
             self.layers,
-            isinstance(self.body, Blocks),
+            is_list,
             around.devices,
             chunks,
             around.settings,
