@@ -53,8 +53,7 @@ def talk() -> bool:
     channel = p2p.Channel(1 - rank, 1 - rank, *groups, cpu, through_host=True)
     sender, receiver = p2p.Sender(channel), p2p.Receiver(channel)
     value = {"text": 20_000 * "long ", "large": torch.arange(9000.0), "small": torch.arange(3)}
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         found = [objects.broadcast("batch", value, source=0)]
         if rank == 0:
             objects.send("state dict", value, to=1)
@@ -70,8 +69,6 @@ def talk() -> bool:
         sender.flush()
         objects.flush()
         everyone = objects.gather(rank)
-    finally:
-        torch.set_default_device(None)
     large = [item["large"] for item in found]
     right = all(torch.equal(part, value["large"][: len(part)]) for part in large)
     return right and everyone == [0, 1] and len(found[0]["text"]) == 100_000
