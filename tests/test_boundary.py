@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.messages import ObjectChannel
-from lightning_gpipe.comm.p2p import Channel, Receiver, Sender
+from lightning_gpipe.comm.p2p import Receiver, Sender
 from lightning_gpipe.tensors.tree import Tree
 from tests.ranks import RankError, run_ranks
 

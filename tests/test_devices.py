@@ -16,6 +16,7 @@ from torch.utils._device import _device_constructors
 import lightning_gpipe
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm import p2p
+from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
@@ -50,7 +51,7 @@ def talk() -> bool:
     """Say and send everything under a default device that holds no values."""
     rank, cpu, groups = dist.get_rank(), torch.device("cpu"), [gloo(), gloo()]
     objects = ObjectChannel("stage", rank, (0, 1), cpu, (groups[0], groups[0]))
-    channel = p2p.Channel(1 - rank, 1 - rank, *groups, cpu, through_host=True)
+    channel = Channel(1 - rank, 1 - rank, *groups, cpu, through_host=True)
     sender, receiver = p2p.Sender(channel), p2p.Receiver(channel)
     value = {"text": 20_000 * "long ", "large": torch.arange(9000.0), "small": torch.arange(3)}
     with torch.device("meta"):
@@ -81,7 +82,7 @@ def test_a_default_device_does_not_move_messages() -> None:
 def cross() -> list[Any]:
     """Send a device's tensor and lengths in host memory; "meta" stands for the device."""
     to_bytes, rank, groups = strides.to_bytes, dist.get_rank(), [gloo(), gloo()]
-    channel = p2p.Channel(1 - rank, 1 - rank, *groups, torch.device("meta"), through_host=True)
+    channel = Channel(1 - rank, 1 - rank, *groups, torch.device("meta"), through_host=True)
     arrived: list[Any] = []
 
     def readable(tensor: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def test_tensors_in_host_memory_stay_there_when_they_cross_a_boundary() -> None:
 def alternate() -> int:
     """Train and validate by turns; count what goes another way than foreseen."""
     rank, groups, beside = dist.get_rank(), [gloo(), gloo()], 0
-    channel = p2p.Channel(1 - rank, 1 - rank, *groups, torch.device("cpu"), through_host=False)
+    channel = Channel(1 - rank, 1 - rank, *groups, torch.device("cpu"), through_host=False)
     sender, receiver = p2p.Sender(channel), p2p.Receiver(channel)
     post = p2p.Receiver._post_beside
 

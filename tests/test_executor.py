@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import Executor, Links, Local
+from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.trial import Trial
@@ -63,7 +64,7 @@ def gradients_of(
     split = Split.plan(batch, micro_batches)
     source = BatchInput(batch, split, is_here=True)
     mini_batch = executor.begin(
-        program,
+        Plan(program),
         ForwardContext.current((1, 2), HOST, run_layer),
         split.sizes,
         source,

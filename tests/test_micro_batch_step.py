@@ -136,7 +136,7 @@ def test_weights_equal_a_plain_trainers(case: str) -> None:
     found = []
     for stages in (1, 2, 3, 4):
         layouts = [layout for layout in LAYOUTS if layout[0] == stages]
-        found += run_ranks(of_case, stages, case, layouts)[0]
+        found += run_ranks(of_case, stages, case, layouts, timeout_s=20 * len(layouts) + 60)[0]
     for layout, state in zip(LAYOUTS, found, strict=True):
         names = [n for n in wanted if n in state and wanted[n].is_floating_point()]
         atol = 2e-3 if case == "16-mixed" else 1e-10

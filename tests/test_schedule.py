@@ -9,7 +9,13 @@ import re
 
 import pytest
 
-from lightning_gpipe.schedule.actions import Action, Program, Schedule, kept_graphs
+from lightning_gpipe.schedule.actions import (
+    Action,
+    Program,
+    Schedule,
+    kept_graphs,
+    upstream_of,
+)
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
@@ -17,7 +23,7 @@ from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.placement import rounds, there_and_back
 from lightning_gpipe.schedule.search import held, search
-from lightning_gpipe.schedule.simulate import grid, simulate
+from lightning_gpipe.schedule.simulate import grid, receives, simulate
 
 SWEEP = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 32), CHECKPOINT_MODES))
 
@@ -292,3 +298,53 @@ def test_fuzz_of_searched_programs(number: int) -> None:
                 for ops in ("F", "BI", "BW"):
                     order = [m for s, op, m in program if s == stage and op in ops]
                     assert order == sorted(order)
+
+
+def operations(schedule: Schedule, rank: int) -> list[tuple[str, Action]]:
+    """The messages that a rank sends and receives, in the order in which it issues them."""
+    found, arrivals, placement = [], receives(schedule, rank), schedule.placement
+    for action in schedule.programs[rank]:
+        found += [("receive", message) for message in arrivals.get(action, ())]
+        stage, op, _ = action
+        target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(op, -1)
+        if 0 <= target < len(placement) and placement[target] != rank:
+            found.append(("send", action))
+    return found
+
+
+def runs_one_message_at_a_time(schedule: Schedule) -> bool:
+    """Whether all messages arrive if each of a rank's waits for the one before it."""
+    queues = [operations(schedule, rank)[::-1] for rank in range(len(schedule.programs))]
+    progress = True
+    while progress:
+        progress = False
+        for queue in queues:
+            while queue and queue[-1][0] == "send":
+                message = ("receive", queue[-1][1])
+                other = next((q for q in queues if q and q[-1] == message), None)
+                if other is None:
+                    break
+                queue.pop()
+                other.pop()
+                progress = True
+    return not any(queues)
+
+
+@pytest.mark.parametrize("number", range(0, 500, 50))
+def test_ranks_post_messages_in_one_order(number: int) -> None:
+    for case in map(random_case, range(number, number + 50)):
+        placement, micro_batches, mode, _, _ = case
+        schedules = [search(*case), fill_drain(placement, micro_batches, mode)]
+        if placement == rounds(max(placement) + 1, placement.count(0)):
+            schedules.append(one_f_one_b(placement, micro_batches, mode))
+        for schedule in schedules:
+            assert runs_one_message_at_a_time(schedule), case
+            for rank, program in enumerate(schedule.programs):
+                posted: set[Action] = set()
+                arrivals = receives(schedule, rank)
+                for action in program:
+                    posted.update(arrivals.get(action, ()))
+                    sources = upstream_of(action)
+                    made = [s for p in schedule.programs for s in p if s in sources]
+                    here = [s for s in made if placement[s.stage] == rank]
+                    assert here or not made or posted.intersection(made), "posted before it is used"

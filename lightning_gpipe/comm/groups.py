@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from lightning_gpipe.comm.channel import DATA, Channel
 from lightning_gpipe.comm.messages import Kind, ObjectChannel
-from lightning_gpipe.comm.p2p import Channel
 
 _T = TypeVar("_T")
 #: What crosses between stages.
@@ -91,13 +91,40 @@ class Groups:
             return ObjectChannel("stage", pair.index(rank), tuple(pair), device, own)
 
         lanes = range(0 if stages == 1 else 1 if through_host else 2 * virtual_stages)
-        return cls(
+        groups = cls(
             ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines)),
             ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings)),
             tuple(make(pipelines, backend) for _ in lanes),
             tuple(make(pipelines, backend) for _ in lanes),
             between_ends(),
         )
+        if not through_host:
+            groups._open_channels(stages * virtual_stages)
+        return groups
+
+    def _open_channels(self, virtual: int) -> None:
+        """Send something over each channel, one after the other. Collective over the pipeline.
+
+        The first message between two ranks may have to wait until both send or receive it: where
+        each does something else first, for ever.
+
+        Args:
+            virtual: The number of virtual stages of the pipeline.
+        """
+        for boundary in range(virtual - 1):
+            low, high = boundary % self.stages, (boundary + 1) % self.stages
+            self._open_channel(low, high, boundary, "activations")
+            self._open_channel(high, low, boundary, "gradients")
+
+    def _open_channel(self, source: int, target: int, boundary: int, kind: Crossing) -> None:
+        if source == target or self.stage not in (source, target):
+            return
+        is_source = self.stage == source
+        channel = self.channel(target if is_source else source, boundary, kind)
+        operate = channel.send if is_source else channel.receive
+        work = operate(torch.zeros(1, device=self.device), channel.data, DATA)
+        if work is not None:
+            work.wait()
 
     @property
     def device(self) -> torch.device:

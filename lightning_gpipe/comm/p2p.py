@@ -15,6 +15,11 @@ all the same, the sender fills the posted receives with bytes that the receiver 
 sends the tensors beside them, over the headers' group, where they can't meet receives that were
 posted for later micro-batches. A send is not waited for until a few more were
 made: then its memory is needed.
+
+Through host memory, messages wait for nobody, and receives are posted as early as they can. On a
+device, one may wait for another that was posted before it: a rank's receives are posted where they
+stand among its sends in the order in which the schedule makes all messages, which is the same on
+every rank; see :meth:`Receiver.post`.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.signature import Signature, TensorType
 from lightning_gpipe.tensors import strides
@@ -37,8 +43,6 @@ from lightning_gpipe.tensors.tree import Tree
 
 _PLACE_AND_LENGTH = struct.Struct("<qqq")  # training, micro-batch, bytes of a new signature
 _INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
-_HEADER, _BESIDE, _DATA, _HOST = range(1, 5)  # message tags, as far as the backend knows tags
-_TAGS = 8  # of each channel
 _AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts all
 # Micro-batches that a sender leaves under way at least before it waits for the oldest: gloo tells
 # of a finished send only to who waits for it. The receiver has posted its receives by then unless
@@ -76,52 +80,6 @@ class _Memory:
             sizes = tuple(k.nbytes for k in signature.tensor_types if channel.is_in_host(k))
             self.inline = sizes if stable and 0 < sum(sizes) <= _INLINE else ()
         self.signature, self.stable = signature, stable
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """One direction between two neighbouring ranks.
-
-    Args:
-        peer: Global rank of the other end.
-        peer_in_group: Its rank in the groups, which have the same members.
-        headers: A gloo group for headers and for tensors in host memory.
-        data: The group for the bytes of tensors on the device; of this direction alone, so that
-            neither direction can block the other.
-        device: This rank's device.
-        through_host: Whether ``data`` reaches host memory only.
-        number: Tells it from other channels between the same ranks.
-    """
-
-    peer: int
-    peer_in_group: int
-    headers: dist.ProcessGroup
-    data: dist.ProcessGroup
-    device: torch.device
-    through_host: bool
-    number: int = 0
-
-    def is_in_host(self, kind: TensorType) -> bool:
-        """Whether a tensor's bytes travel through host memory."""
-        return self.through_host or kind.device_type != self.device.type
-
-    def lane(self, kind: TensorType) -> tuple[torch.device, dist.ProcessGroup, int]:
-        """From and to where a tensor's bytes travel, over which group, with which tag."""
-        if kind.device_type != self.device.type:
-            return torch.device("cpu"), self.headers, _HOST
-        return torch.device("cpu") if self.through_host else self.device, self.data, _DATA
-
-    # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
-
-    def send(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
-        """Send bytes to the other end, without waiting; None: there are none."""
-        tag += _TAGS * self.number
-        return group.send([data], self.peer_in_group, tag) if data.numel() else None
-
-    def receive(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
-        """Receive bytes from the other end, without waiting; None: there are none."""
-        tag += _TAGS * self.number
-        return group.recv([data], self.peer_in_group, tag) if data.numel() else None
 
 
 _Pending: TypeAlias = tuple[Tensor, dist.Work | None]  # None: nothing to wait for
@@ -173,10 +131,10 @@ class Sender:
                 for kind in memory.expected
             ]
             self._post_tensors(header, nothing, memory)
-            self._post(from_buffer(blob), channel.headers, _BESIDE)
+            self._post(from_buffer(blob), channel.headers, BESIDE)
             for kind, part in zip(signature.tensor_types, data, strict=True):
                 if memory.stable:
-                    self._post(part.cpu(), channel.headers, _BESIDE)
+                    self._post(part.cpu(), channel.headers, BESIDE)
                 else:
                     self._post(part, *channel.lane(kind)[1:])
         memory.update(signature, channel)
@@ -198,7 +156,7 @@ class Sender:
             inline = [part for kind, part in pairs if self.channel.is_in_host(kind)]
             pairs = [pair for pair in pairs if not self.channel.is_in_host(pair[0])]
             header = torch.cat([header, *inline])
-        self._post(header, self.channel.headers, _HEADER)
+        self._post(header, self.channel.headers, HEADER)
         for kind, part in pairs:
             self._post(part, *self.channel.lane(kind)[1:])
 
@@ -218,6 +176,8 @@ class _Slot:
         header: Its header, and the tensors that travel in it.
         header_work: Its receive.
         data: Its tensors' receives, once posted.
+        signature: What comes, once the header was read.
+        is_new: Whether it isn't what came before.
     """
 
     place: _Place
@@ -225,6 +185,8 @@ class _Slot:
     header: Tensor
     header_work: dist.Work | None
     data: list[_Pending] | None = None
+    signature: Signature | None = None
+    is_new: bool = False
 
 
 @dataclass(slots=True)
@@ -246,6 +208,21 @@ class Receiver:
         self._order.extend((training, m) for m in order)
         self._post_ahead()
 
+    def post(self, m: int) -> None:
+        """Post the receives up to an announced micro-batch's, if their order matters.
+
+        Waits for headers where it isn't known what comes.
+        """
+        if self.channel.through_host:
+            return
+        while all(slot.place[1] != m for slot in self._slots):
+            self._slots.append(self._new_slot(self._order.popleft()))
+        for slot in self._slots:
+            if slot.data is None:
+                self._post_slot(slot)
+            if slot.place[1] == m:
+                return
+
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """Wait for the next boundary.
 
@@ -260,37 +237,51 @@ class Receiver:
                 schedule.
         """
         slot = self._slots[0]
-        _wait(slot.header_work)
-        head = slot.header[: _PLACE_AND_LENGTH.size].numpy().tobytes()
-        training, arrived, blob_length = _PLACE_AND_LENGTH.unpack(head)
-        if slot.place != (training, arrived) or arrived != m:
-            raise RuntimeError(
-                f"Expected micro-batch {m} from rank {self.channel.peer}, but got {arrived}"
-                f"{'' if training == slot.place[0] else ' of another mode'}: the two stages do not"
-                " run the same step. Call the backbone on every rank alike, never under"
-                " `if rank == 0`."
-            )
-        signature = slot.memory.signature
-        if blob_length:
-            blob, work = self._post_beside(blob_length)
-            _wait(work)
-            signature = pickle.loads(blob.numpy().tobytes())
-        if signature is None:
-            raise RuntimeError(
-                f"Rank {self.channel.peer} sent micro-batch {m} without a signature."
-            )
+        signature = self._read_header(slot)
+        if slot.place[1] != m:
+            raise self._other_than(m, slot.place)
         if slot.data is None:
-            slot.data = [self._post_data(kind) for kind in signature.tensor_types]
-        elif blob_length:  # mispredicted: what was posted receives nothing of use
-            for _, work in slot.data:
+            self._post_slot(slot)
+        if slot.is_new and slot.memory.stable:  # what was posted receives nothing of use
+            for _, work in slot.data or ():
                 _wait(work)
             slot.data = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
         slot.memory.update(signature, self.channel)
         self._slots.popleft()
         self._post_ahead()
-        pairs = zip(signature.tensor_types, slot.data, strict=True)
+        pairs = zip(signature.tensor_types, slot.data or (), strict=True)
         tensors = [self._tensor(kind, pending) for kind, pending in pairs]
         return signature.fill(tensors), list(signature.requires_grad)
+
+    def _read_header(self, slot: _Slot) -> Signature:
+        """Wait for a header, and what it announces."""
+        if slot.signature is not None:
+            return slot.signature
+        _wait(slot.header_work)
+        head = slot.header[: _PLACE_AND_LENGTH.size].numpy().tobytes()
+        training, m, blob_length = _PLACE_AND_LENGTH.unpack(head)
+        if slot.place != (training, m):
+            raise self._other_than(slot.place[1], (training, m), slot.place[0])
+        signature = slot.memory.signature
+        if blob_length:
+            blob, work = self._post_beside(blob_length)
+            _wait(work)
+            signature, slot.is_new = pickle.loads(blob.numpy().tobytes()), True
+        if signature is None:
+            raise RuntimeError(
+                f"Rank {self.channel.peer} sent micro-batch {m} without a signature."
+            )
+        slot.signature = signature
+        return signature
+
+    def _other_than(self, m: int, arrived: _Place, training: bool | None = None) -> RuntimeError:
+        is_other = training is not None and arrived[0] != training
+        return RuntimeError(
+            f"Expected micro-batch {m} from rank {self.channel.peer}, but got {arrived[1]}"
+            f"{' of another mode' * is_other}: the two stages do not"
+            " run the same step. Call the backbone on every rank alike, never under"
+            " `if rank == 0`."
+        )
 
     def _tensor(self, kind: TensorType, pending: _Pending) -> Tensor:
         """Wait for a tensor's bytes, and bring them where they belong."""
@@ -307,14 +298,26 @@ class Receiver:
             memory = self._memory.setdefault(self._order[0], _Memory())
             if len(self._slots) >= _AHEAD and not memory.inline:
                 break
-            header = host_buffer(_PLACE_AND_LENGTH.size + sum(memory.inline))
-            work = self.channel.receive(header, self.channel.headers, _HEADER)
-            self._slots.append(_Slot(self._order.popleft(), memory, header, work))
-        for slot in self._slots:
+            self._slots.append(self._new_slot(self._order.popleft()))
+        for slot in self._slots if self.channel.through_host else ():
             if slot.data is None:
                 if not slot.memory.stable:
                     break  # tensors arrive in order: the next ones can't be posted before these
-                slot.data = self._post_expected(slot)
+                self._post_slot(slot)
+
+    def _new_slot(self, place: _Place) -> _Slot:
+        """Post the receive of a header."""
+        memory = self._memory.setdefault(place, _Memory())
+        header = host_buffer(_PLACE_AND_LENGTH.size + sum(memory.inline))
+        work = self.channel.receive(header, self.channel.headers, HEADER)
+        return _Slot(place, memory, header, work)
+
+    def _post_slot(self, slot: _Slot) -> None:
+        """Post the receives of tensors: what is expected, or what the header says."""
+        if slot.memory.stable:
+            slot.data = self._post_expected(slot)
+        else:
+            slot.data = [self._post_data(kind) for kind in self._read_header(slot).tensor_types]
 
     def _post_expected(self, slot: _Slot) -> list[_Pending]:
         """Post the receives of what doesn't travel in the header."""
@@ -334,7 +337,7 @@ class Receiver:
 
     def _post_beside(self, nbytes: int) -> _Pending:
         data = host_buffer(nbytes)
-        return data, self.channel.receive(data, self.channel.headers, _BESIDE)
+        return data, self.channel.receive(data, self.channel.headers, BESIDE)
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -35,6 +35,9 @@ class MicroBatchInput:
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Do nothing: the step gives the input before its forward."""
 
+    def post(self, m: int) -> None:
+        """Do nothing."""
+
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """A micro-batch's input, once, and for each leaf whether it wants a gradient."""
         return self._parts.pop(m)
@@ -78,6 +81,9 @@ class MicroBatchOutput:
 
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Do nothing: the loss is differentiated before the backward."""
+
+    def post(self, m: int) -> None:
+        """Do nothing."""
 
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """The gradients of a micro-batch's output, once, of the leaves that want one."""

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.stage import Stage, StageCall
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
-from lightning_gpipe.schedule.actions import Action, Program, kept_graphs
+from lightning_gpipe.schedule.actions import Action, kept_graphs
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
 
@@ -34,6 +35,9 @@ class Source(Protocol):
 
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Announce which micro-batches will be taken next, in this order."""
+
+    def post(self, m: int) -> None:
+        """Prepare to receive what was announced, up to this micro-batch; other ranks' alone."""
 
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """A micro-batch's tensors, and for each leaf whether it wants a gradient."""
@@ -80,6 +84,9 @@ class Local:
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Do nothing: what is taken is here already."""
 
+    def post(self, m: int) -> None:
+        """Do nothing."""
+
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """See :meth:`Source.take`."""
         return self._held.pop(m)
@@ -94,19 +101,21 @@ class MiniBatch:
     """One mini-batch on this rank, from its first action to its last.
 
     Args:
+        plan: What this rank does with it.
         kept: The (stage, micro-batch) pairs whose forward keeps its activations.
         input_side: What feeds F on the first stage, and takes the input's gradient of its B.
         output_side: What takes F's output on the last stage, and feeds its B.
         calls: What each stage of this rank knows of it.
-        waiting: Backwards that are to come, of which it isn't known yet whether they get a
-            gradient.
+        waiting: For each stage the micro-batches whose backwards are to come, and of which it isn't
+            known yet whether they get a gradient.
     """
 
+    plan: Plan
     kept: frozenset[tuple[int, int]]
     input_side: InputSide
     output_side: OutputSide
     calls: dict[int, StageCall]
-    waiting: deque[Action] = field(default_factory=deque)
+    waiting: dict[int, deque[int]] = field(default_factory=dict)
 
     @property
     def is_released(self) -> bool:
@@ -149,7 +158,7 @@ class Executor:
 
     def begin(
         self,
-        program: Program,
+        plan: Plan,
         context: ForwardContext,
         sizes: Sequence[int],
         input_side: InputSide,
@@ -158,14 +167,14 @@ class Executor:
         """Begin a mini-batch; collective over the replicas where SyncBatchNorm trains.
 
         Args:
-            program: All that this rank will do with it.
+            plan: All that this rank will do with it.
             context: What surrounds the forwards; must be in force.
             sizes: Samples in each micro-batch.
             input_side: The mini-batch at the first stage.
             output_side: The mini-batch at the last stage.
         """
         calls = {index: stage.begin(context, sizes) for index, stage in self._stages.items()}
-        return MiniBatch(kept_graphs(program), input_side, output_side, calls)
+        return MiniBatch(plan, kept_graphs(plan.program), input_side, output_side, calls)
 
     def end_forward(self, batch: MiniBatch) -> None:
         """Tell that all micro-batches of a mini-batch are forwarded."""
@@ -215,8 +224,9 @@ class Executor:
             order = [m for stage, op, m in actions if op == "F" and stage == index]
             if order:
                 self._activations_in(index, batch).expect(order, torch.is_grad_enabled())
-        batch.waiting = deque(action for action in actions if action.op in ("B", "I"))
-        self._expect_gradients(batch)
+            backwards = (m for stage, op, m in actions if op in ("B", "I") and stage == index)
+            batch.waiting[index] = deque(backwards)
+            self._expect_gradients(index, batch)
 
     def do(
         self, action: Action, batch: MiniBatch, retain: bool = False, also: Tensor | None = None
@@ -229,11 +239,12 @@ class Executor:
             retain: Whether its graphs are needed once more.
             also: A scalar to run a backward from as well.
         """
+        self._post_receives(action, batch)
         try:
             match action.op:
                 case "F":
                     self._forward(action, batch)
-                    self._expect_gradients(batch)
+                    self._expect_gradients(action.stage, batch)
                 case "R":
                     self._recompute(action, batch, retain)
                 case "B":
@@ -305,20 +316,23 @@ class Executor:
                 self._stages[action.stage].backward_weights(call, action.micro_batch)
         del call.micro_batches[action.micro_batch]
 
-    def _expect_gradients(self, batch: MiniBatch) -> None:
-        """Announce the backwards of which it is known whether they get a gradient."""
-        orders: dict[int, list[int]] = {}
-        waiting = batch.waiting
-        while waiting:
-            stage, _, m = waiting[0]
-            record = batch.calls[stage].micro_batches.get(m)
-            if record is None:
-                break
+    def _expect_gradients(self, stage: int, batch: MiniBatch) -> None:
+        """Announce a stage's backwards of which it is known whether they get a gradient."""
+        order, waiting = [], batch.waiting[stage]
+        while waiting and (record := batch.calls[stage].micro_batches.get(waiting[0])):
+            m = waiting.popleft()
             if record.needs_backward:
-                orders.setdefault(stage, []).append(m)
-            waiting.popleft()
-        for stage, order in orders.items():
+                order.append(m)
+        if order:
             self._gradients_in(stage, batch).expect(order, training=True)
+
+    def _post_receives(self, action: Action, batch: MiniBatch) -> None:
+        """Post the receives of what arrives during an action."""
+        for stage, op, m in batch.plan.receives.get(action, ()):
+            if op == "F":
+                self._activations_in(stage + 1, batch).post(m)
+            elif batch.calls[stage - 1].micro_batches[m].needs_backward:
+                self._gradients_in(stage - 1, batch).post(m)
 
     def _activations_in(self, stage: int, batch: MiniBatch) -> Source:
         return self._links[stage].activations_in or batch.input_side

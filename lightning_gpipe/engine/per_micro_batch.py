@@ -273,16 +273,16 @@ class PerMicroBatch:
     def _begin(self, running: Running, context: ForwardContext) -> MiniBatch:
         """The mini-batch on this rank's stages, begun with the first of their forwards."""
         if running.batch is None:
-            program, executor = running.plan.program, self._rank.executor
+            executor = self._rank.executor
             context = replace(context, key=self._seeds.of_layers)
             running.batch = executor.begin(
-                program, context, running.sizes, running.source, running.target
+                running.plan, context, running.sizes, running.source, running.target
             )
-            executor.announce(program, running.batch)
+            executor.announce(running.plan.program, running.batch)
         return running.batch
 
     def _plan(self, count: int, trains: bool, is_chained: bool) -> Plan:
         key = count, trains, is_chained
         if key not in self._plans:
-            self._plans[key] = Plan.of(self._schedule(*key), self._groups.stage)
+            self._plans[key] = Plan.of(self._schedule(*key), self._groups.stage, is_chained)
         return self._plans[key]

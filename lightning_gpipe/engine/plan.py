@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from lightning_gpipe.schedule.actions import Program, Schedule
+from lightning_gpipe.schedule.actions import Action, Program, Schedule
 from lightning_gpipe.schedule.check import validate
-from lightning_gpipe.schedule.simulate import leads
+from lightning_gpipe.schedule.simulate import leads, receives
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,25 +16,30 @@ class Plan:
 
     Args:
         program: Its actions.
-        forwards: Those of them that are forwards.
-        backwards: The others.
         leads: See :func:`lightning_gpipe.schedule.simulate.leads`.
+        receives: See :func:`lightning_gpipe.schedule.simulate.receives`.
     """
 
     program: Program
-    forwards: Program
-    backwards: Program
-    leads: Mapping[tuple[int, int], int]
+    leads: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    receives: Mapping[Action, Sequence[Action]] = field(default_factory=dict)
+
+    @property
+    def forwards(self) -> Program:
+        """Those of its actions that are forwards."""
+        return tuple(action for action in self.program if action.op == "F")
+
+    @property
+    def backwards(self) -> Program:
+        """The others."""
+        return tuple(action for action in self.program if action.op != "F")
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> Plan:
-        """A rank's part of a schedule.
+    def of(cls, schedule: Schedule, rank: int, is_chained: bool = False) -> Plan:
+        """A rank's part of a schedule; see :func:`receives`.
 
         Raises:
             ValueError: If the schedule isn't valid.
         """
         validate(schedule)
-        program = schedule.programs[rank]
-        forwards = tuple(action for action in program if action.op == "F")
-        backwards = tuple(action for action in program if action.op != "F")
-        return cls(program, forwards, backwards, leads(schedule))
+        return cls(schedule.programs[rank], leads(schedule), receives(schedule, rank, is_chained))

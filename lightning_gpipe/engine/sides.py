@@ -42,6 +42,9 @@ class BatchInput:
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Do nothing: the input is there."""
 
+    def post(self, m: int) -> None:
+        """Do nothing."""
+
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """A micro-batch's input, once, and for each leaf whether it wants a gradient."""
         return self._parts.pop(m), list(self._flags)
@@ -74,6 +77,9 @@ class BatchOutput:
 
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Do nothing: the gradients are there before the first backward."""
+
+    def post(self, m: int) -> None:
+        """Do nothing."""
 
     def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
         """Take a micro-batch's output, and for each leaf whether it wants a gradient."""

@@ -165,7 +165,7 @@ class WholeBatch:
         plan = self._plan(split)
         self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
-        mini_batch = self._executor.begin(plan.program, context, split.sizes, source, target)
+        mini_batch = self._executor.begin(plan, context, split.sizes, source, target)
         return Call(self._calls, plan, mini_batch, source, target)
 
     def _check_call(self, key: tuple[int, ...]) -> None:

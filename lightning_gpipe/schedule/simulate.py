@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_gpipe.schedule.actions import Action, Program, Schedule, kept_graphs, upstream_of
 from lightning_gpipe.schedule.costs import Costs
@@ -78,17 +80,63 @@ def leads(schedule: Schedule) -> dict[tuple[int, int], int]:
     units = (1.0,) * len(schedule.placement)
     events = []
     for span in simulate(schedule, Costs(units, units, units, units, units)).spans:
-        stage, op, _ = span.action
-        if op in ("F", "B", "I"):
-            step = 1 if op == "F" else -1
-            events.append((span.end, 0, (stage, stage + step)))
-            events.append((span.start, 1, (stage - step, stage)))
+        stage, target = span.action.stage, _target_of(span.action)
+        if target is not None:
+            events.append((span.end, 0, (stage, target)))
+            events.append((span.start, 1, (2 * stage - target, stage)))
     under_way: dict[tuple[int, int], int] = {}
     most: dict[tuple[int, int], int] = {}
     for _, is_taken, link in sorted(events):
         under_way[link] = under_way.get(link, 0) + (-1 if is_taken else 1)
         most[link] = max(most.get(link, 0), under_way[link])
     return most
+
+
+def receives(
+    schedule: Schedule, rank: int, is_chained: bool = False
+) -> dict[Action, tuple[Action, ...]]:
+    """When a rank posts its receives, so that ranks post all messages in one order.
+
+    The order is that in which the messages are made when all actions take as long as each other. A
+    message that waits for those before it in this order, on both ranks, waits for nothing else: no
+    rank waits for ever, even if a device runs one operation at a time.
+
+    Args:
+        schedule: The programs of all ranks.
+        rank: The rank.
+        is_chained: Whether no micro-batch's forward begins before that of the last one ended on all
+            stages.
+
+    Returns:
+        For an action of the rank the actions of other ranks whose messages arrive during it, in
+        order.
+    """
+    units = (1.0,) * len(schedule.placement)
+    spans = simulate(schedule, Costs(units, units, units, units, units)).spans
+
+    def when(span: Span) -> tuple[Any, ...]:
+        stage, op, m = span.action
+        return (-1, m, stage) if is_chained and op == "F" else (span.end, *span.action)
+
+    order = [(span.action, span.rank) for span in sorted(spans, key=when)]
+    place = {action: i for i, (action, _) in enumerate(order)}
+    own = schedule.programs[rank]
+    found: dict[Action, list[Action]] = {}
+    for action, sender in order:
+        target = _target_of(action)
+        if sender == rank or target is None or not 0 <= target < len(schedule.placement):
+            continue
+        if schedule.placement[target] == rank:
+            during = bisect_right(own, place[action], key=place.__getitem__)
+            found.setdefault(own[during], []).append(action)
+    return {action: tuple(messages) for action, messages in found.items()}
+
+
+def _target_of(action: Action) -> int | None:
+    """The stage to which the result of an action goes."""
+    if action.op == "F":
+        return action.stage + 1
+    return action.stage - 1 if action.op in ("B", "I") else None
 
 
 def is_complete(schedule: Schedule) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
-from tests import models
+from tests import models, step_models
 from tests.ranks import run_ranks
 from tests.strict import backend
 from tests.training import trainer
@@ -88,6 +88,7 @@ class Scenario:
 ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
 CLIPPED = {"gradient_clip_val": 0.01}
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True}
+PER_MICRO_BATCH = {"step": "micro-batch"}
 SCENARIOS = {
     "changing shapes": Scenario(models.Lengths, 2),
     "trees": Scenario(models.Trees, 2, chunks=3),
@@ -101,6 +102,20 @@ SCENARIOS = {
         Evaluated, 2, 2, 3, trainer={"gradient_clip_val": 0.01}, resume=True
     ),
     "replicas of one stage": Scenario(models.Shared, 1, 2, 3, trainer=ACCUMULATED),
+    "a step per micro-batch": Scenario(step_models.Measured, 3, strategy=PER_MICRO_BATCH),
+    "tied, searched": Scenario(
+        step_models.WeightedTied,
+        *(4, 1, 6),
+        {**PER_MICRO_BATCH, "virtual_stages": 2, "schedule": "searched"},
+        ACCUMULATED,
+    ),
+    "tied, interleaved": Scenario(
+        step_models.Looped,
+        *(2, 1, 5),
+        {**PER_MICRO_BATCH, "virtual_stages": 2, "schedule": "interleaved"},
+        CLIPPED,
+    ),
+    "tied, replicas": Scenario(step_models.Tied, 2, 2, 3, PER_MICRO_BATCH, ACCUMULATED),
 }
 
 

@@ -1,0 +1,61 @@
+"""One direction between two ranks: over which groups bytes travel, and their tags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpipe.comm.signature import TensorType
+
+#: Message tags, as far as the backend knows tags.
+HEADER, BESIDE, DATA, HOST = range(1, 5)
+_TAGS = 8  # of each channel
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One direction between two neighbouring ranks.
+
+    Args:
+        peer: Global rank of the other end.
+        peer_in_group: Its rank in the groups, which have the same members.
+        headers: A gloo group for headers and for tensors in host memory.
+        data: The group for the bytes of tensors on the device; of this direction alone, so that
+            neither direction can block the other.
+        device: This rank's device.
+        through_host: Whether ``data`` reaches host memory only.
+        number: Tells it from other channels between the same ranks.
+    """
+
+    peer: int
+    peer_in_group: int
+    headers: dist.ProcessGroup
+    data: dist.ProcessGroup
+    device: torch.device
+    through_host: bool
+    number: int = 0
+
+    def is_in_host(self, kind: TensorType) -> bool:
+        """Whether a tensor's bytes travel through host memory."""
+        return self.through_host or kind.device_type != self.device.type
+
+    def lane(self, kind: TensorType) -> tuple[torch.device, dist.ProcessGroup, int]:
+        """From and to where a tensor's bytes travel, over which group, with which tag."""
+        if kind.device_type != self.device.type:
+            return torch.device("cpu"), self.headers, HOST
+        return torch.device("cpu") if self.through_host else self.device, self.data, DATA
+
+    # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
+
+    def send(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+        """Send bytes to the other end, without waiting; None: there are none."""
+        tag += _TAGS * self.number
+        return group.send([data], self.peer_in_group, tag) if data.numel() else None
+
+    def receive(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+        """Receive bytes from the other end, without waiting; None: there are none."""
+        tag += _TAGS * self.number
+        return group.recv([data], self.peer_in_group, tag) if data.numel() else None
