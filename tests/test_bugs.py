@@ -203,7 +203,7 @@ class LayerByLayer(models.Module):
     """Nothing was cut, without a word, where the step never called the backbone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.backbone:
+        for layer in self.backbone.children():
             x = layer(x)
         return x
 

@@ -119,7 +119,7 @@ class Penalty(models.Module):
 class LayerByLayer(models.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.backbone(x)
-        for layer in self.backbone:
+        for layer in self.backbone.children():
             x = layer(x)
         return x
 

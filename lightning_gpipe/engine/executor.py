@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Local:
         self._held[m] = tree, list(requires_grad)
 
 
-@dataclass(slots=True)
+@dataclass
 class MiniBatch:
     """One mini-batch on this rank, from its first action to its last.
 
@@ -175,6 +175,11 @@ class Executor:
         """
         calls = {index: stage.begin(context, sizes) for index, stage in self._stages.items()}
         return MiniBatch(plan, kept_graphs(plan.program), input_side, output_side, calls)
+
+    def graphs(self, batch: MiniBatch) -> list[Any]:
+        """Where the graphs of the micro-batches begin whose activations are kept."""
+        records = (m for call in batch.calls.values() for m in call.micro_batches.values())
+        return [edge.node for record in records for edge in record.roots or ()]
 
     def end_forward(self, batch: MiniBatch) -> None:
         """Tell that all micro-batches of a mini-batch are forwarded."""

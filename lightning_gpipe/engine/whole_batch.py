@@ -7,6 +7,7 @@ reaches the call; see :mod:`lightning_gpipe.engine.autograd`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +91,13 @@ class WholeBatch:
         self._before_last: BeforeLast | None = None
         self._links, self._trial, self._executor = rank.links, rank.trial, rank.executor
         self._steering = Steering(groups, parameters)
+        self._last: Callable[[], MiniBatch | None] = lambda: None
+
+    @property
+    def kept_graphs(self) -> list[Any]:
+        """Where the graphs begin that the last call keeps of this rank's layers."""
+        batch = self._last()
+        return self._executor.graphs(batch) if batch is not None else []
 
     def begin_step(self, *step: int) -> None:
         """Tell which step comes, for the layers' random numbers.
@@ -166,6 +174,7 @@ class WholeBatch:
         self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
         mini_batch = self._executor.begin(plan, context, split.sizes, source, target)
+        self._last = weakref.ref(mini_batch)
         return Call(self._calls, plan, mini_batch, source, target)
 
     def _check_call(self, key: tuple[int, ...]) -> None:

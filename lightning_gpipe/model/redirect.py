@@ -118,5 +118,5 @@ def not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
-        " the backbone as a whole, or all of its layers in one loop."
+        " the backbone as a whole, or all of its layers in a loop, `for layer in self.backbone`."
     )

@@ -29,6 +29,7 @@ from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.lending import Lending
 from lightning_gpipe.pipeline.measuring import Measuring
+from lightning_gpipe.pipeline.outside_memory import OutsideMemory
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.gather import (
@@ -112,6 +113,7 @@ class Pipeline:
         consistency: Compares what must be the same on every stage.
         partial: Warns of the state dict of one stage.
         hooks: To remove at the end.
+        outside_memory: Warns if much of a step's memory is outside the backbone.
         lending: Lends what not every stage holds outside the backbone; None: every stage does.
     """
 
@@ -133,6 +135,7 @@ class Pipeline:
     consistency: ConsistencyCheck
     partial: PartialStateDict
     hooks: tuple[RemovableHandle, ...]
+    outside_memory: OutsideMemory
     lending: Lending | None = None
 
     @property
@@ -171,6 +174,7 @@ class Pipeline:
         """See :meth:`PipelinedModule.backward`."""
         with self.parameter_hooks.postponed(self._sum_up) as need_sums:
             self.shared.before_backward()
+            self.outside_memory.tell(loss)
             expect_last = partial(_expect_last, self.data_parallel) if synchronize else None
             with self.surroundings.trial.shared():
                 yield self.engine.steer(loss, retain, expect_last)

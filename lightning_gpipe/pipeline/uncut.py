@@ -29,6 +29,7 @@ from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.measuring import Measuring
+from lightning_gpipe.pipeline.outside_memory import OutsideMemory
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
 from lightning_gpipe.pipeline.settling import begin_to_watch
 from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
@@ -199,6 +200,11 @@ class Uncut:
             )
             begin_to_watch(steps, placement, groups)
             measuring = Measuring(rank, schedules, groups)
+        engine = WholeBatch(rank, around.chunks, settings.checkpoint, self.seed, known)
+        is_told = (
+            *(steps is not None, groups.stages == 1),
+            outside_share(self.module, self.body) > OUTSIDE_LIMIT,
+        )
         partial = PartialStateDict(around.warn)
         hooks: list[RemovableHandle] = []
         if groups.stages > 1:
@@ -211,7 +217,7 @@ class Uncut:
             tensors,
             PerSample(self.layers, around.chunks, self.redirections.suspended),
             rank,
-            WholeBatch(rank, around.chunks, settings.checkpoint, self.seed, known),
+            engine,
             steps,
             measuring,
             {
@@ -225,6 +231,7 @@ class Uncut:
             ConsistencyCheck(placement.replicated, groups),
             partial,
             tuple(hooks),
+            OutsideMemory(engine, placement, around.warn, any(is_told)),
         )
 
     def _tell(self, partition: Partition, chunks: int, is_list: bool, at_most: bool) -> None:
