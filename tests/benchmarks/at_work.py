@@ -7,8 +7,10 @@ How long a unit really is, is measured in the same run.
 
 ``at_work`` is the share of a step that M micro-batches' forwards, recomputes and backwards take on
 one device, as peers' figures count it. ``slept`` is the share in which a device did something: less
-where a micro-batch's backward follows its forward at once, because then nothing is recomputed. Run
-it with
+where a micro-batch's backward follows its forward at once, because then nothing is recomputed.
+``peers`` are those shares of other packages' schedules, of steps that were measured apart from this
+run on a like machine, without a Trainer, with stages that sleep 5 ms forward and 10 ms backward.
+Run it with
 
     python -m tests.benchmarks.at_work --stages 4 --chunks 8 --virtual 2 --checkpoint always
 """
@@ -31,6 +33,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gpipe import GPipeStrategy
 
 WIDTH = 16
+#: Milliseconds of a step of other packages, by stages, micro-batches and recompute.
+PEERS: dict[tuple[int, int, str], dict[str, float]] = {
+    (4, 8, "always"): {"GPipe": 259, "1F1B": 251, "Interleaved1F1B": 217, "DeepSpeed": 247},
+    (4, 32, "always"): {"GPipe": 790, "1F1B": 762, "Interleaved1F1B": 784, "DeepSpeed": 812},
+    (8, 32, "always"): {"GPipe": 919, "1F1B": 903, "Interleaved1F1B": 881, "DeepSpeed": 948},
+    (4, 8, "never"): {"GPipe": 188, "1F1B": 186, "DeepSpeed": 194, "ZBV": 138},
+    (4, 32, "never"): {"GPipe": 582, "1F1B": 567, "DeepSpeed": 597, "ZBV": 556},
+    (8, 32, "never"): {"GPipe": 684, "1F1B": 674, "DeepSpeed": 674, "ZBV": 619},
+}
+#: Milliseconds that a stage slept there for a micro-batch, as measured.
+PEERS_WORK_MS = {"always": 21.9, "never": 15.9}
 WARM_UP = 6  # mini-batches until the schedule is found for what was measured
 
 
@@ -157,6 +170,10 @@ def measure(stages: int, chunks: int, virtual: int, checkpoint: Any, steps: int)
         "step_s": round(statistics.median(steps_s), 3),
         "at_work": round(statistics.mean(share for _, share in found), 3),
         "slept": round(statistics.mean(share for share, _ in found), 3),
+        "peers": {
+            name: round(chunks * PEERS_WORK_MS[checkpoint] / step_ms, 3)
+            for name, step_ms in PEERS.get((stages, chunks, checkpoint), {}).items()
+        },
     }
 
 
