@@ -160,6 +160,11 @@ class LayerByLayer(Plain):
         return x
 
 
+class PartByPart(Plain):
+    def forward(self, x: Tensor) -> Any:
+        return self.backbone[1:](self.backbone[0](self.before(x)))
+
+
 class Penalised(Plain):
     """An L1 term and a tied use of a weight of the backbone."""
 
@@ -300,6 +305,7 @@ CASES = {
     "loss.backward() in manual optimization": Case(Alone),
     "the module's own backward": Case(OwnBackward),
     "layer by layer": Case(LayerByLayer),
+    "part by part": Case(PartByPart),
     "an L1 term and a tied weight": Case(Penalised),
     "grad_norm": Case(Norms),
     "a scheduler with monitor": Case(ByValidation),

@@ -33,14 +33,15 @@ class Listening(nn.Module):
     as_tuple: bool | None = None
     _listener: _Listener | None = None
 
-    def attach(self, run: RunBlocks, as_written: AsWritten) -> None:
+    def attach(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
         """Let loops over the layers meet stand-ins.
 
         Args:
             run: Runs what they note.
             as_written: Lets a layer be called as if it were in no pipeline.
+            is_alone: Whether one rank has all layers.
         """
-        self._listener = _Listener(run, as_written)
+        self._listener = _Listener(run, as_written, is_alone)
 
     def detach(self) -> None:
         """Be an ordinary list again."""
@@ -57,10 +58,13 @@ class Listening(nn.Module):
         return iter(layers) if listener is None else iter(self._stand_ins(listener))
 
     def __getitem__(self, index: Any) -> Any:
-        is_part = isinstance(index, slice) and isinstance(self, nn.Sequential)  # called as a whole
-        if self._listener is None or is_part:
+        if self._listener is None or self._gives_layers(self._listener, index):
             return super().__getitem__(index)  # type: ignore[misc]
         return self._stand_ins(self._listener)[index]
+
+    def _gives_layers(self, listener: _Listener, index: Any) -> bool:
+        """Whether an index gives the layers themselves, though a function is attached."""
+        return False
 
     def _stand_ins(self, listener: _Listener) -> list[Any]:
         return [
@@ -102,6 +106,9 @@ class Sequential(Listening, nn.Sequential):
     It is one that a pipeline has taken over, bears its name in summaries, and its copies are ones.
     """
 
+    def _gives_layers(self, listener: _Listener, index: Any) -> bool:
+        return isinstance(index, slice) or listener.is_alone
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_listener", "as_tuple")}
         return nn.Sequential, (), state
@@ -117,8 +124,8 @@ TAKEN_OVER: dict[type[nn.Module], type[Listening]] = {
 class _Listener:
     """Listens to loops over the blocks; a copy of the blocks has none."""
 
-    def __init__(self, run: RunBlocks, as_written: AsWritten) -> None:
-        self._run, self._as_written = run, as_written
+    def __init__(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
+        self._run, self._as_written, self.is_alone = run, as_written, is_alone
         self._loop: Loop | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

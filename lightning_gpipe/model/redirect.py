@@ -54,9 +54,13 @@ class Redirections:
     """The forwards that are redirected, and those that they had before.
 
     What a model's loop over a backbone calls is redirected, too.
+
+    Args:
+        is_alone: Whether one rank has all layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool) -> None:
+        self._is_alone = is_alone
         self._targets: dict[nn.Module, Callable[..., Any]] = {}
         self._taken_over: list[tuple[Listening, type[nn.Module]]] = []
 
@@ -78,7 +82,7 @@ class Redirections:
         """Let calls of a module go to a function, until :meth:`remove`."""
         self._targets[module] = target
         if isinstance(module, Listening):
-            module.attach(target, self.suspended)
+            module.attach(target, self.suspended, self._is_alone)
         if isinstance(module, nn.ModuleList):
             return  # has no forward
         # a forward of the instance's own: torch.compile sets one, and users do

@@ -47,7 +47,7 @@ class PipelinedModule:
 
     def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
         self.module = module
-        self._redirections = Redirections()
+        self._redirections = Redirections(surroundings.groups.stages == 1)
         uncut = Uncut.of(module, surroundings, self._redirections)
         self.backbone = uncut.backbone
         self._state: Uncut | Pipeline = uncut
