@@ -36,6 +36,10 @@ class Tells(models.Language):
             }
         )
         self.perplexity = Perplexity()
+        self.tracker = torchmetrics.MetricTracker(
+            MulticlassAccuracy(models.VOCABULARY, average="micro")
+        )
+        self.by_name = self.several.clone(prefix="by_name_")
         self.mean = torchmetrics.MeanMetric()
         self.losses: list[Tensor] = []
         self.rows: list[Tensor] = []
@@ -68,6 +72,9 @@ class Tells(models.Language):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, targets = batch
         logits = self(tokens)
+        self.by_name["micro"](logits.flatten(0, 1), targets.flatten())
+        self.log("by_name", self.by_name["micro"])
+        self.tracker.update(logits.flatten(0, 1), targets.flatten())
         self.several.update(logits.flatten(0, 1), targets.flatten())
         self.log_dict(self.several)
         self.perplexity(logits, targets)
@@ -77,7 +84,13 @@ class Tells(models.Language):
         self.log("val_loss", loss, prog_bar=True)
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+        self.tracker.train()  # Lightning warns of modules in evaluation mode
+
     def on_validation_epoch_end(self) -> None:
+        self.log("tracked", self.tracker.compute())
+        self.log("best", float(self.tracker.best_metric()))  # type: ignore[arg-type]
         self.log("predicted", torch.cat(self.rows).double().mean())
         self.rows.clear()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,40 @@ class Channel:
         if kind.device_type != self.device.type:
             return torch.device("cpu"), self.headers, HOST
         return torch.device("cpu") if self.through_host else self.device, self.data, DATA
+
+    def echo_s(self, back: Channel, nbytes: int, times: int = 3) -> float:
+        """Seconds that bytes take to the other end: half the way there and back, the middle time.
+
+        Args:
+            back: The channel from there; the other end runs :meth:`answer`.
+            nbytes: How many.
+            times: How often.
+        """
+        data = self._bytes(nbytes)
+        found = []
+        for _ in range(times):
+            start = time.perf_counter()
+            self._wait(self.send(data, self.data, DATA))
+            self._wait(back.receive(data, back.data, DATA))
+            found.append((time.perf_counter() - start) / 2)
+        return statistics.median(found)
+
+    def answer(self, back: Channel, nbytes: int, times: int = 3) -> None:
+        """Send back what comes."""
+        data = self._bytes(nbytes)
+        for _ in range(times):
+            self._wait(self.receive(data, self.data, DATA))
+            self._wait(back.send(data, back.data, DATA))
+
+    def _bytes(self, count: int) -> Tensor:
+        device = torch.device("cpu") if self.through_host else self.device
+        return torch.zeros(max(count, 1), dtype=torch.uint8, device=device)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
 

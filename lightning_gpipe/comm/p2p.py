@@ -73,6 +73,11 @@ class _Memory:
         """What the receiver has posted ahead."""
         return self.signature.tensor_types if self.signature is not None and self.stable else ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what crossed last."""
+        return sum(k.nbytes for k in self.signature.tensor_types) if self.signature else 0
+
     def update(self, signature: Signature, channel: Channel) -> None:
         """Remember what was sent; a signature that didn't change is the same object."""
         stable = signature is self.signature
@@ -139,6 +144,11 @@ class Sender:
                     self._post(part, *channel.lane(kind)[1:])
         memory.update(signature, channel)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest boundary that was sent last in its place."""
+        return max((memory.nbytes for memory in self._memory.values()), default=0)
+
     def allow(self, under_way: int) -> None:
         """Let so many micro-batches be under way before the oldest is waited for."""
         self.under_way = max(under_way, _UNDER_WAY)
@@ -197,6 +207,11 @@ class Receiver:
     _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _order: deque[_Place] = field(default_factory=deque)
     _slots: deque[_Slot] = field(default_factory=deque)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest boundary that arrived last in its place."""
+        return max((memory.nbytes for memory in self._memory.values()), default=0)
 
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Announce which micro-batches come next, and post the first receives.

@@ -21,6 +21,7 @@ class RankLinks:
         self._placement, self._groups = placement, groups
         self._inside: dict[tuple[int, Crossing], Local] = {}
         self._senders: dict[tuple[int, int], Sender] = {}
+        self._receivers: dict[int, Receiver] = {}  # of activations, by their boundary
         self.of_stages = {
             stage: Links(
                 self._source(stage, stage - 1, "activations"),
@@ -37,6 +38,22 @@ class RankLinks:
         for link, sender in self._senders.items():
             sender.allow(leads.get(link, 0))
 
+    def message_s(self) -> float:
+        """Seconds that a boundary takes to another rank, the longest time; collective."""
+        found = [0.0]
+        for boundary in range(len(self._placement) - 1):
+            low, high = self._placement[boundary : boundary + 2]
+            if low == high or self._groups.stage not in (low, high):
+                continue
+            peer = high if self._groups.stage == low else low
+            there = self._groups.channel(peer, boundary, "activations")
+            back = self._groups.channel(peer, boundary, "gradients")
+            if self._groups.stage == low:
+                found.append(there.echo_s(back, self._senders[boundary, boundary + 1].nbytes))
+            else:
+                there.answer(back, self._receivers[boundary].nbytes)
+        return max(found)
+
     def flush(self) -> None:
         """Wait until everything sent has arrived."""
         for sender in self._senders.values():
@@ -48,7 +65,10 @@ class RankLinks:
         boundary, peer = min(stage, neighbour), self._placement[neighbour]
         if peer == self._groups.stage:
             return self._inside.setdefault((boundary, kind), Local())
-        return Receiver(self._groups.channel(peer, boundary, kind))
+        receiver = Receiver(self._groups.channel(peer, boundary, kind))
+        if kind == "activations":
+            self._receivers[boundary] = receiver
+        return receiver
 
     def _sink(self, stage: int, neighbour: int, kind: Crossing) -> Sink | None:
         if not 0 <= neighbour < len(self._placement):

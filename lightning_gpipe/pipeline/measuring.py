@@ -38,9 +38,11 @@ class Measuring:
             watch.is_on = True
         elif self._mini_batches == _WARM_UP + _MEASURED:
             self._is_wanted = False
-            found = self._groups.pipeline.gather((watch.take(), self._rank.executor.unsplit))
+            own = watch.take(), self._rank.executor.unsplit, self._rank.links.message_s()
+            found = self._groups.pipeline.gather(own)
             found = self._groups.decide("costs", lambda: found)
-            times = {key: time for part, _ in found for key, time in part.items()}
-            self._schedules.costs = Costs.measured(times, len(self._rank.placement))
-            self._schedules.whole = frozenset(stage for _, unsplit in found for stage in unsplit)
+            times = {key: time for part, _, _ in found for key, time in part.items()}
+            message_s = max(time for _, _, time in found)
+            self._schedules.costs = Costs.measured(times, len(self._rank.placement), message_s)
+            self._schedules.whole = frozenset(stage for _, whole, _ in found for stage in whole)
             steps.make_new_schedules()

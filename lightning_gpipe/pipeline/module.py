@@ -140,8 +140,10 @@ class PipelinedModule:
                 return step()
         except _Reached as reached:
             self._is_probing = False
-            for part, attributes in kept:  # the step will run once more
+            while kept:  # the step will run once more; nothing may hold on to a parameter
+                part, attributes = kept.pop()
                 attributes.restore(part)
+            del part, attributes
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)

@@ -95,6 +95,7 @@ class MicroBatchSteps:
             raise RuntimeError(
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
+        self.metrics.begin()
         parts, sizes = split_batch(batch, self._pipeline.chunks)
         steps = _MiniBatch(step, parts, rest, self.metrics)
         scale = self._scale() / self._trainer.accumulate_grad_batches
@@ -117,6 +118,7 @@ class MicroBatchSteps:
         if result is not NotImplemented:
             return result
         self._evaluations += 1
+        self.metrics.begin()
         parts, sizes = split_batch(batch, self._pipeline.chunks)
         steps = _MiniBatch(step, parts, rest, self.metrics)
         self._log = steps.log

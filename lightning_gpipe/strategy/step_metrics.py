@@ -7,14 +7,14 @@ logged with ``on_step=True``, is that of the mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.model.remote import Where
@@ -36,7 +36,10 @@ class StepMetrics:
 
     def __init__(self, module: nn.Module, pipeline: PipelinedModule) -> None:
         self._pipeline = pipeline
-        self._measures = list(_outermost(module))
+        self._module = module
+        self._measures: list[_Measure] = []
+        self._trackers = [m for m in module.modules() if isinstance(m, MetricTracker)]
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         # by id: the hash of a metric is that of its state
         self._sources: dict[int, int] = {}  # the stage that has the state
         self._of_mini_batch: dict[int, _Measure] = {}
@@ -45,22 +48,23 @@ class StepMetrics:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Let the metrics' calls come here inside this context."""
-        replaced: list[tuple[nn.Module, str, Any]] = []
         try:
-            for measure in self._measures:
-                for name, run in ((_FORWARD, self._forward), (_UPDATE, self._update)):
-                    self._redirect(measure, name, run, replaced)
-                for part in _parts(measure):
-                    self._redirect(part, _COMPUTE, self._compute, replaced)
-                    if isinstance(part, MetricCollection):
-                        self._redirect(part, _SHARE_STATES, self._alone, replaced)
+            self._attach(_outermost(self._module))
             yield
         finally:
-            for measure, name, before in reversed(replaced):
+            for measure, name, before in reversed(self._replaced):
                 if before is None:
                     measure.__dict__.pop(name, None)
                 else:
                     measure.__dict__[name] = before
+            self._replaced.clear()
+            self._measures.clear()
+
+    def begin(self) -> None:
+        """Begin a mini-batch: trackers may have made new metrics."""
+        known = {id(measure) for measure in self._measures}
+        for tracker in self._trackers:
+            self._attach(m for m in _outermost(tracker) if id(m) not in known)
 
     def finish(self) -> None:
         """End the last step of a mini-batch: note what it gives. In the step."""
@@ -87,17 +91,21 @@ class StepMetrics:
                 if isinstance(metric, Metric):
                     self._share(metric)
 
-    def _redirect(
-        self,
-        measure: _Measure,
-        name: str,
-        run: Callable[..., Any],
-        replaced: list[tuple[nn.Module, str, Any]],
-    ) -> None:
+    def _attach(self, measures: Iterable[_Measure]) -> None:
+        for measure in measures:
+            self._measures.append(measure)
+            for part in _parts(measure):
+                self._redirect(part, _FORWARD, self._forward)
+                self._redirect(part, _UPDATE, self._update)
+                self._redirect(part, _COMPUTE, self._compute)
+                if isinstance(part, MetricCollection):
+                    self._redirect(part, _SHARE_STATES, self._alone)
+
+    def _redirect(self, measure: _Measure, name: str, run: Callable[..., Any]) -> None:
         own = measure.__dict__.get(name)
         target = partial(run, measure, getattr(measure, name))
         measure.__dict__[name] = Redirect(measure, own, target, name)
-        replaced.append((measure, name, own))
+        self._replaced.append((measure, name, own))
 
     def _update(self, measure: _Measure, update: Callable[..., Any], *args: Any, **kw: Any) -> None:
         trace = self._pipeline.step_trace

@@ -1,4 +1,8 @@
-"""Rows of docs/compatibility.md, and what backs them: a run with two stages beside a plain one."""
+"""Rows of docs/compatibility.md, and what backs them: a run with two stages beside a plain one.
+
+With STEP=micro-batch in the environment, rows that work are run with a step per micro-batch, two
+stages beside one.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
 STAGES = 2
+PER_MICRO_BATCH = os.environ.get("STEP") == "micro-batch"
 
 
 class Module(models.Around):
@@ -88,6 +93,7 @@ class Row:
             compared, too.
         strategy: The strategy's options.
         atol: How far numbers may be off.
+        per_micro_batch: A part of the error, where a step per micro-batch is refused.
     """
 
     options: Any = field(default_factory=dict)
@@ -95,6 +101,7 @@ class Row:
     also: Callable[[L.Trainer, Any, Path], Any] | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
     atol: float = 1e-10
+    per_micro_batch: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,9 @@ def check(file: str, rows: Rows, name: str, folder: Path) -> None:
         folder: An empty folder.
     """
     row = rows[name]
-    if isinstance(row, Shown):
+    if PER_MICRO_BATCH:
+        _check_per_micro_batch(row, file, name, folder)
+    elif isinstance(row, Shown):
         row.test(folder)
     elif isinstance(row, Refused):
         with pytest.raises(RankError) as caught:
@@ -149,6 +158,19 @@ def check(file: str, rows: Rows, name: str, folder: Path) -> None:
         place = str(folder / "pipeline")
         for found in run_ranks(_run, STAGES, file, name, place, STAGES):
             assert_same(found, plain, row.atol)
+
+
+def _check_per_micro_batch(row: Row | Refused | Shown, file: str, name: str, folder: Path) -> None:
+    if not isinstance(row, Row):
+        pytest.skip("no row that works")
+    if row.per_micro_batch:
+        with pytest.raises(RankError) as caught:
+            run_ranks(_run, STAGES, file, name, str(folder), STAGES)
+        assert row.per_micro_batch in str(caught.value), caught.value
+        return
+    (one,) = run_ranks(_run, 1, file, name, str(folder / "one"), 1)
+    for found in run_ranks(_run, STAGES, file, name, str(folder / "two"), STAGES):
+        assert_same({**found, "counts": None}, {**one, "counts": None}, row.atol)
 
 
 def assert_same(found: Any, expected: Any, atol: float) -> None:
@@ -189,11 +211,9 @@ def _train(row: Row, folder: Path, stages: int) -> dict[str, Any]:
     L.seed_everything(5, verbose=False)
     module = row.module()
     options = row.options(folder) if callable(row.options) else row.options
-    pipeline = (
-        {"strategy": GPipeStrategy(**{"chunks": 3, **row.strategy}), "devices": stages}
-        if stages
-        else {}
-    )
+    step = "micro-batch" if PER_MICRO_BATCH else "mini-batch"
+    given = {"chunks": 3, "step": step, **row.strategy}
+    pipeline = {"strategy": GPipeStrategy(**given), "devices": stages} if stages else {}
     run = trainer(**{"max_epochs": 2, "devices": 1, **pipeline, **options})
     run.fit(module)
     run.strategy.barrier()  # files are written

@@ -230,7 +230,9 @@ ROWS: Rows = {
     "BaseFinetuning": Row({"max_epochs": 3, "callbacks": [Unfreeze()]}, Trainable),
     "BasePredictionWriter": Row({"callbacks": [Writer("batch_and_epoch")]}, also=predicted),
     "BatchSizeFinder": Row(
-        {"callbacks": [cb.BatchSizeFinder(steps_per_trial=1, max_trials=2)]}, Growing
+        {"callbacks": [cb.BatchSizeFinder(steps_per_trial=1, max_trials=2)]},
+        Growing,
+        per_micro_batch="runs out of memory on purpose",
     ),
     "Callback": Row({"callbacks": [cb.Callback()]}),
     "Checkpoint": Row(own, also=weights),

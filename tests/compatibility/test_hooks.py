@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.plan.settings import StepMode
 from tests.compatibility.rows import STAGES, Module
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
@@ -101,10 +102,12 @@ class _Data(L.LightningDataModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def _trace_of(with_data: bool, stages: int, folder: str) -> list[tuple[str, str]]:
+def _trace_of(
+    with_data: bool, stages: int, folder: str, step: StepMode = "mini-batch"
+) -> list[tuple[str, str]]:
     """Fit, save, go on, validate, test and predict."""
     _trace.clear()
-    options: dict[str, Any] = {"strategy": GPipeStrategy(2)} if stages else {}
+    options: dict[str, Any] = {"strategy": GPipeStrategy(2, step=step)} if stages else {}
     data = _recording(_Data, "DataModule hooks")() if with_data else None
     module = _Module() if with_data else _recording(_Module, "LightningModule hooks")()
     callback = _recording(_Callback, "Callback hooks")()
@@ -197,3 +200,12 @@ def _fail(with_data: bool, folder: str) -> None:
     callbacks: list[L.Callback] = [] if with_data else [Callback()]
     run = trainer(devices=STAGES, strategy=GPipeStrategy(2), max_epochs=1, callbacks=callbacks)
     run.fit(Broken(), Data() if with_data else None)
+
+
+def test_hooks_around_a_step_per_micro_batch(tmp_path: Path) -> None:
+    """They are called as often and in the same order; the steps are called more often."""
+    first = ("DataModule hooks", "prepare_data")  # a rank of each node calls it
+    plain = [called for called in _trace_of(True, 0, str(tmp_path)) if called != first]
+    assert plain
+    for trace in run_ranks(_trace_of, STAGES, True, STAGES, str(tmp_path), "micro-batch"):
+        assert [called for called in trace if called != first] == plain

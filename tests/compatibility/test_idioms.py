@@ -376,12 +376,14 @@ ROWS: Rows = {
     "recurrent layers": Row(module=Recurrent),
     "InstanceNorm": Row(module=Instances),
     "MetricTracker": Row(module=Tracked),
-    "metrics outside the module": Row(lambda folder: {"callbacks": [Keeper()]}, Late),
+    "metrics outside the module": Row(
+        lambda folder: {"callbacks": [Keeper()]}, Late, per_micro_batch="reads a value of the step"
+    ),
     "the module after the Trainer": Row(also=by_itself),
     "saving after another run": Row(
         module=Moved, also=saved_later, strategy={"balance": Moved.cost}
     ),
-    "zero_grad between backwards": Row(module=Cleared),
+    "zero_grad between backwards": Row(module=Cleared, per_micro_batch="Manual optimization"),
     "copy.deepcopy(module)": Shown(averaged),
     "a teacher that follows the backbone": Refused(
         "has its name and shape, and no values", module=Teacher, strategy={"backbone": "backbone"}
@@ -390,8 +392,8 @@ ROWS: Rows = {
     "forward hooks of layers": Refused(
         "have different losses", module=Recorded, strategy={"balance": "params"}
     ),
-    "torch.nn.utils.clip_grad_norm_": Row(module=Cuts),
-    "torch.nn.utils.get_total_norm": Row(module=CutsByParts),
+    "torch.nn.utils.clip_grad_norm_": Row(module=Cuts, per_micro_batch="Manual optimization"),
+    "torch.nn.utils.get_total_norm": Row(module=CutsByParts, per_micro_batch="Manual optimization"),
     "state_dict in a hook": Shown(dumped),
     "max_grad_norm of an optimizer": Refused("give it max_grad_norm=None", module=Clips),
     "gradients during accumulation": Shown(accumulated),
