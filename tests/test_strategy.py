@@ -322,3 +322,21 @@ def test_a_script_through_lightnings_launcher(tmp_path: Path) -> None:
     assert "40.0% of the parameters are outside the backbone" in screen
     assert screen.count("Every stage holds") == 0, "warnings are off in this script"
     assert "nn.Sequential" not in screen
+
+
+ONE_THEN_TWO = SCRIPT.replace(
+    "def main():",
+    """def main():
+    L.Trainer(accelerator="cpu", devices=1, strategy="gpipe", max_epochs=1, logger=False,
+              enable_checkpointing=False).fit(Around())""",
+)
+
+
+def test_a_script_with_a_smaller_run_before_is_refused(tmp_path: Path) -> None:
+    """The second process, which starts at the script's top, waited for a world that never came."""
+    script = tmp_path / "train.py"
+    script.write_text(ONE_THEN_TWO)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "This process was started as rank 1 of another run" in done.stdout + done.stderr

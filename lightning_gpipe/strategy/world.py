@@ -73,8 +73,16 @@ class Layout:
         """Refuse a number of processes that pipelines can't be made of.
 
         Raises:
+            RuntimeError: If this process was started for a run of more processes.
             ValueError: With what to do instead.
         """
+        if self.rank >= self.world_size:
+            raise RuntimeError(
+                f"This process was started as rank {self.rank} of another run, and this Trainer has"
+                f" {self.world_size} process{'es' * (self.world_size > 1)}. A script runs from its"
+                " top in each process that a Trainer starts: keep a run with fewer devices in a"
+                " script of its own, or give GPipeStrategy(start_method='spawn')."
+            )
         if self.world_size % self.stages:
             raise ValueError(
                 f"{self.world_size} processes can't be divided into pipelines of"
