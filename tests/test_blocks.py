@@ -100,6 +100,22 @@ class Looped(Encoder):
         return self.head(self.blocks(hidden))
 
 
+class Nested(Looped):
+    """Looks into layers that are containers."""
+
+    def build(self) -> None:
+        super().build()
+        layers = list(self.blocks)
+        self.blocks = nn.Sequential(nn.Sequential(*layers[:2]), *layers[2:])
+        for block, kind in zip(self.blocks, ("near", "far", "near", "far"), strict=True):
+            block.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(self.blocks[0]) == len([part for block in self.blocks[:1] for part in block])
+        assert self.blocks[0][0].weight.shape == (models.WIDTH, models.WIDTH)
+        return super().forward(x)
+
+
 class Sliced(Looped):
     """Calls some of its layers alone."""
 
@@ -231,7 +247,7 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
     "kind",
     [
         *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
-        *("Listed", "ListedTuples", "Looped"),
+        *("Listed", "ListedTuples", "Looped", "Nested"),
     ],
 )
 def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +314,7 @@ class Copying(Encoder):
         loss = super().loss(x, y)
         assert self.blocks[0] == next(iter(self.blocks.children()))
         assert self.blocks[0] in set(self.blocks.children())
+        assert type(self.blocks[:2]) in (nn.Sequential, list)
         for copied in (copy.deepcopy(self.blocks), pickle.loads(pickle.dumps(self.blocks))):
             assert type(copied) is self.copy_is[0]
             assert type(copied[0]) is self.copy_is[1], "a copy is an ordinary list"

@@ -54,7 +54,7 @@ def warned(kind: str, options: dict[str, Any]) -> list[str]:
     [
         ("Module", {}, []),
         ("Wide", {}, ["of the memory that a step takes"]),
-        ("Wide", {"checkpoint": "always"}, ["of the memory that a step takes"]),
+        ("Wide", {"checkpoint": "always"}, []),
         ("Wide", {"step": "micro-batch"}, []),
         ("WideWithBranch", {}, ["of the parameters are outside"]),
     ],

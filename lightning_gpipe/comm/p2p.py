@@ -187,7 +187,7 @@ class _Slot:
         header_work: Its receive.
         data: Its tensors' receives, once posted.
         signature: What comes, once the header was read.
-        is_new: Whether it isn't what came before.
+        beside: The receives of tensors that came beside those that were posted.
     """
 
     place: _Place
@@ -196,7 +196,7 @@ class _Slot:
     header_work: dist.Work | None
     data: list[_Pending] | None = None
     signature: Signature | None = None
-    is_new: bool = False
+    beside: list[_Pending] | None = None
 
 
 @dataclass(slots=True)
@@ -257,10 +257,10 @@ class Receiver:
             raise self._other_than(m, slot.place)
         if slot.data is None:
             self._post_slot(slot)
-        if slot.is_new and slot.memory.stable:  # what was posted receives nothing of use
+        if slot.beside is not None:  # what was posted receives nothing of use
             for _, work in slot.data or ():
                 _wait(work)
-            slot.data = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
+            slot.data = slot.beside
         slot.memory.update(signature, self.channel)
         self._slots.popleft()
         self._post_ahead()
@@ -269,7 +269,14 @@ class Receiver:
         return signature.fill(tensors), list(signature.requires_grad)
 
     def _read_header(self, slot: _Slot) -> Signature:
-        """Wait for a header, and what it announces."""
+        """Wait for a header, after those before it: what they announce comes in order, too."""
+        for earlier in self._slots:
+            if earlier is slot:
+                break
+            self._read_own_header(earlier)
+        return self._read_own_header(slot)
+
+    def _read_own_header(self, slot: _Slot) -> Signature:
         if slot.signature is not None:
             return slot.signature
         _wait(slot.header_work)
@@ -281,11 +288,13 @@ class Receiver:
         if blob_length:
             blob, work = self._post_beside(blob_length)
             _wait(work)
-            signature, slot.is_new = pickle.loads(blob.numpy().tobytes()), True
+            signature = pickle.loads(blob.numpy().tobytes())
         if signature is None:
             raise RuntimeError(
                 f"Rank {self.channel.peer} sent micro-batch {m} without a signature."
             )
+        if blob_length and slot.memory.stable:
+            slot.beside = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
         slot.signature = signature
         return signature
 

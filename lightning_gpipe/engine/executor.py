@@ -244,8 +244,8 @@ class Executor:
             retain: Whether its graphs are needed once more.
             also: A scalar to run a backward from as well.
         """
-        self._post_receives(action, batch)
         try:
+            self._post_receives(action, batch)
             match action.op:
                 case "F":
                     self._forward(action, batch)

@@ -174,7 +174,8 @@ class WholeBatch:
         self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
         mini_batch = self._executor.begin(plan, context, split.sizes, source, target)
-        self._last = weakref.ref(mini_batch)
+        if torch.is_grad_enabled():
+            self._last = weakref.ref(mini_batch)
         return Call(self._calls, plan, mini_batch, source, target)
 
     def _check_call(self, key: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ the last one runs all blocks, on all stages.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -58,11 +59,11 @@ class Listening(nn.Module):
         return iter(layers) if listener is None else iter(self._stand_ins(listener))
 
     def __getitem__(self, index: Any) -> Any:
-        if self._listener is None or self._gives_layers(self._listener, index):
+        if self._listener is None or self._gives_layers(self._listener):
             return super().__getitem__(index)  # type: ignore[misc]
         return self._stand_ins(self._listener)[index]
 
-    def _gives_layers(self, listener: _Listener, index: Any) -> bool:
+    def _gives_layers(self, listener: _Listener) -> bool:
         """Whether an index gives the layers themselves, though a function is attached."""
         return False
 
@@ -106,8 +107,13 @@ class Sequential(Listening, nn.Sequential):
     It is one that a pipeline has taken over, bears its name in summaries, and its copies are ones.
     """
 
-    def _gives_layers(self, listener: _Listener, index: Any) -> bool:
-        return isinstance(index, slice) or listener.is_alone
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
+        return super().__getitem__(index)
+
+    def _gives_layers(self, listener: _Listener) -> bool:
+        return listener.is_alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_listener", "as_tuple")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,23 @@ class StandIn:
 
     def __repr__(self) -> str:
         return repr(self._block)
+
+    # a block may be a container itself; special methods go by __getattr__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._block)
+
+    def __len__(self) -> int:
+        return len(self._block)
+
+    def __bool__(self) -> bool:
+        return bool(self._block)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._block[index]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._block
 
     def __eq__(self, other: object) -> bool:
         return self._block is (other._block if type(other) is StandIn else other)

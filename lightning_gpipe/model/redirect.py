@@ -96,9 +96,11 @@ class Redirections:
             return
         if isinstance(module, Listening):
             module.detach()
-        redirect = module.__dict__.pop("forward", None)
-        if isinstance(redirect, Redirect) and redirect.original is not None:
-            module.__dict__["forward"] = redirect.original
+        redirect = module.__dict__.get("forward")
+        if isinstance(redirect, Redirect):
+            del module.__dict__["forward"]
+            if redirect.original is not None:
+                module.__dict__["forward"] = redirect.original
 
     def clear(self) -> None:
         """Take all back."""

@@ -48,7 +48,11 @@ class PipelinedModule:
     def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
         self.module = module
         self._redirections = Redirections(surroundings.groups.stages == 1)
-        uncut = Uncut.of(module, surroundings, self._redirections)
+        try:
+            uncut = Uncut.of(module, surroundings, self._redirections)
+        except BaseException:
+            self._redirections.end()
+            raise
         self.backbone = uncut.backbone
         self._state: Uncut | Pipeline = uncut
         self._groups = surroundings.groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,10 @@ class OutsideMemory:
         if self.is_told or loss.grad_fn is None:
             return
         self.is_told = True
-        inside = _bytes(self.engine.kept_graphs)
+        kept = self.engine.kept_graphs
+        if not kept:  # what a micro-batch takes isn't known before its recompute
+            return
+        inside = _bytes(kept)
         outside = _bytes([loss.grad_fn])
         for slot in (*self.placement.own, *self.placement.replicated):
             size = slot.tensor.numel() * slot.tensor.element_size()
@@ -78,7 +82,8 @@ def _bytes(nodes: Iterable[Any]) -> int:
         name = node.name()
         if not name.startswith(_VIEWS) and "AccumulateGrad" not in name:
             for kind in getattr(node, "_input_metadata", ()):
-                total += math.prod(kind.shape) * kind.dtype.itemsize
+                with suppress(RuntimeError):  # a nested tensor has no shape
+                    total += math.prod(kind.shape) * kind.dtype.itemsize
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -6,6 +6,7 @@ Over gloo the other tests compare with a plain Trainer. Here every rank trains t
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +45,16 @@ class Evaluated(models.Around):
         generator = torch.Generator().manual_seed(8)
         x, y = torch.randn(2, 15, models.WIDTH, generator=generator, dtype=torch.float64)
         return DataLoader(TensorDataset(x, y), batch_size=5)
+
+
+class Sizes(models.Around):
+    """Batches of which now the first, now the second micro-batch is another size than before."""
+
+    def train_dataloader(self) -> Any:
+        data = super().train_dataloader().dataset
+        bounds = (0, 8, 16, 23, 28)
+        sampler = [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+        return DataLoader(data, batch_sampler=sampler)
 
 
 class Manual(models.TwoCalls):
@@ -91,6 +102,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True}
 PER_MICRO_BATCH = {"step": "micro-batch"}
 SCENARIOS = {
     "changing shapes": Scenario(models.Lengths, 2),
+    "changing sizes": Scenario(Sizes, 2, chunks=2),
     "trees": Scenario(models.Trees, 2, chunks=3),
     "chained calls": Scenario(models.Chained, 3),
     "shared weights, clipping": Scenario(models.Shared, 3, trainer=CLIPPED),
