@@ -144,13 +144,7 @@ class PipelinedModule:
                 return step()
         except _Reached as reached:
             self._is_probing = False
-            while kept:  # the step will run once more; nothing may hold on to a parameter
-                part, attributes = kept.pop()
-                attributes.restore(part)
-            del part, attributes
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
+            _put_back(kept, buffers, before)  # the step will run once more
             self._cut(reached.sample, reached.run_layer)
             return NotImplemented
         finally:
@@ -286,6 +280,18 @@ class PipelinedModule:
         pipeline.begin_step(*self._step, training=False)
         pipeline.announce()
         return pipeline
+
+
+def _put_back(
+    kept: list[tuple[nn.Module, Attributes]], buffers: Sequence[Tensor], values: Sequence[Tensor]
+) -> None:
+    """Put back what a step has changed, and hold on to nothing."""
+    while kept:
+        part, attributes = kept.pop()
+        attributes.restore(part)
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
 
 
 class _Reached(BaseException):
