@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
-from lightning_gpipe.model.promise import StandIn
+from lightning_gpipe.model.promise import stand_in
 from lightning_gpipe.model.run_layer import RunLayer
 
 #: Runs all blocks: called with the first one's value and how each is run.
@@ -69,7 +69,7 @@ class Listening(nn.Module):
 
     def _stand_ins(self, listener: _Listener) -> list[Any]:
         return [
-            StandIn(layer, partial(listener.hear, self, i))
+            stand_in(layer, partial(listener.hear, self, i))
             for i, layer in enumerate(self._modules.values())
         ]
 

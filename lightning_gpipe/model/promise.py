@@ -51,7 +51,23 @@ class StandIn:
     def __repr__(self) -> str:
         return repr(self._block)
 
-    # a block may be a container itself; special methods go by __getattr__
+    def __eq__(self, other: object) -> bool:
+        return self._block is (other._block if isinstance(other, StandIn) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._block)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (self._block,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._block, memo)
+
+
+class ContainerStandIn(StandIn):
+    """A block that is a container of layers itself."""
+
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._block)
@@ -68,17 +84,11 @@ class StandIn:
     def __contains__(self, item: object) -> bool:
         return item in self._block
 
-    def __eq__(self, other: object) -> bool:
-        return self._block is (other._block if type(other) is StandIn else other)
 
-    def __hash__(self) -> int:
-        return hash(self._block)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self._block,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._block, memo)
+def stand_in(block: Any, call: Callable[[Any, Any], Any]) -> StandIn:
+    """What stands in for a block; iterable where the block is."""
+    kind = ContainerStandIn if hasattr(type(block), "__iter__") else StandIn
+    return kind(block, call)
 
 
 class Promise(Tensor):
