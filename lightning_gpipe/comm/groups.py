@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 
-from lightning_gpipe.comm.channel import DATA, Channel
+from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.messages import Kind, ObjectChannel
 
 _T = TypeVar("_T")
@@ -113,18 +113,14 @@ class Groups:
         """
         for boundary in range(virtual - 1):
             low, high = boundary % self.stages, (boundary + 1) % self.stages
-            self._open_channel(low, high, boundary, "activations")
-            self._open_channel(high, low, boundary, "gradients")
-
-    def _open_channel(self, source: int, target: int, boundary: int, kind: Crossing) -> None:
-        if source == target or self.stage not in (source, target):
-            return
-        is_source = self.stage == source
-        channel = self.channel(target if is_source else source, boundary, kind)
-        operate = channel.send if is_source else channel.receive
-        work = operate(torch.zeros(1, device=self.device), channel.data, DATA)
-        if work is not None:
-            work.wait()
+            if low == high or self.stage not in (low, high):
+                continue
+            peer = high if self.stage == low else low
+            there, back = (self.channel(peer, boundary, kind) for kind in get_args(Crossing))
+            if self.stage == low:
+                there.echo_s(back, nbytes=1, times=1)
+            else:
+                there.answer(back, nbytes=1, times=1)
 
     @property
     def device(self) -> torch.device:
