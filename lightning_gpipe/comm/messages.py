@@ -7,7 +7,7 @@ each other's data. It takes one message, besides its large tensors, and the sour
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -22,7 +22,6 @@ from lightning_gpipe.tensors import strides
 Kind: TypeAlias = Literal[
     "batch",
     "generators",
-    "call",
     "output",
     "backward",
     "chained gradients",
@@ -47,6 +46,10 @@ Kind: TypeAlias = Literal[
 ]
 _T = TypeVar("_T")
 _KINDS: tuple[Kind, ...] = get_args(Kind)
+# What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
+# That takes no time once so many others were sent, because the members run the same step.
+_UNDER_WAY = 64  # messages
+_HELD = 1 << 20  # bytes
 
 
 class RemoteError(RuntimeError):
@@ -77,14 +80,18 @@ class ObjectChannel(Peers):
         """
         if self.is_alone:
             return value
-        rank = self.ranks[source]
         if self.index == source:
-            self._broadcast_from_here(kind, value, rank)
+            self._broadcast_from_here(kind, value)
             return value
+        parent, children = self._tree(source)
 
         def receive(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-            if buffer.numel():
-                dist.broadcast(buffer, rank, group)
+            if group is not self.host:
+                dist.broadcast(buffer, self.ranks[source], group)
+                return buffer
+            self.await_from(parent, buffer)
+            if children:  # a copy: the receiver may change what it got
+                self._post_to(children, buffer.clone())
             return buffer
 
         return self._unpack(kind, source, receive, self.device)
@@ -167,28 +174,38 @@ class ObjectChannel(Peers):
         while self._pending:
             self._pending.popleft()[0].wait()
 
-    def _broadcast_from_here(self, kind: Kind, value: Any, rank: int) -> None:
+    def _broadcast_from_here(self, kind: Kind, value: Any) -> None:
         blob, tensors = packing.pack(value, self.is_in_host)
+        children = self._tree(self.index)[1]
         for part in packing.frames(_KINDS.index(kind), blob):
-            self._post(part, rank)
+            self._post_to(children, part)
         for tensor in tensors:
             part = strides.to_bytes(tensor)
             if self.is_in_host(tensor.device.type):
                 # a copy: the caller may change the tensor while it is under way
-                self._post(part.to(HOST, copy=True), rank)
+                self._post_to(children, part.to(HOST, copy=True))
             elif part.numel():
                 # no copy: what changes or frees the tensor comes later on the device's stream,
                 # which waits here, while the host goes on
-                dist.broadcast(part, rank, self.data)
+                dist.broadcast(part, self.ranks[self.index], self.data)
 
-    def _post(self, data: Tensor, rank: int) -> None:
-        """Broadcast host memory from here without waiting for the others."""
-        while self._pending and self._pending[0][0].is_completed():
+    def _tree(self, source: int) -> tuple[int, list[int]]:
+        """From whom a member gets what the source has, and to whom it hands it on.
+
+        A binomial tree: it has as many levels as 2 must be doubled to reach all members.
+        """
+        count = len(self.ranks)
+        place = (self.index - source) % count
+        step = place & -place or 1 << count.bit_length()  # the lowest bit
+        below = [place + bit for bit in _powers_below(step) if place + bit < count]
+        return (place - step + source) % count, [(child + source) % count for child in below]
+
+    def _post_to(self, members: Sequence[int], data: Tensor) -> None:
+        """Send host memory without waiting for it to arrive."""
+        while len(self._pending) > _UNDER_WAY or sum(d.nbytes for _, d in self._pending) > _HELD:
             self._pending.popleft()[0].wait()  # raises what went wrong
-        if data.numel():
-            work = dist.broadcast(data, rank, self.host, async_op=True)
-            if work is not None:
-                self._pending.append((work, data))
+        works = [self.post(data, to) for to in members]
+        self._pending.extend((work, data) for work in works if work is not None)
 
     def _unpack(
         self,
@@ -215,3 +232,10 @@ class ObjectChannel(Peers):
             return data if device_type == "cpu" else data.to(device)
 
         return packing.unpack(blob, fetch)
+
+
+def _powers_below(limit: int) -> Iterator[int]:
+    """The powers of two below one, the largest first."""
+    while limit > 1:
+        limit //= 2
+        yield limit

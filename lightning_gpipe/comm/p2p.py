@@ -1,10 +1,11 @@
 """What crosses between two stages, and sending it.
 
 A boundary is a pytree. For every micro-batch a link sends a small *header*, always on the host, and
-then the tensors' bytes; small tensors on the host travel in the header. The header says "as the
-last time in this place", or announces a new *signature*: tree, shapes, strides, types. So nothing
-assumes equal micro-batches or steps. A place is a micro-batch of a training or of an evaluating
-call, since these alternate, and what crosses in them differs.
+then the tensors' bytes; tensors that travel through host memory go in one *packet* with the header,
+unless they are large. The header says "as the last time in this place", or announces a new
+*signature*: tree, shapes, strides, types. So nothing assumes equal micro-batches or steps. A place
+is a micro-batch of a training or of an evaluating call, since these alternate, and what crosses in
+them differs. The header also says at which call of which step the sender is.
 
 Tensors on the device travel over the data group, tensors in host memory over the headers' group:
 they stay there, because some layers want them there, as ``pack_padded_sequence`` its lengths.
@@ -25,7 +26,6 @@ every rank; see :meth:`Receiver.post`.
 from __future__ import annotations
 
 import pickle
-import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,13 +36,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
+from lightning_gpipe.comm.packet import Layout, Layouts, Packet, Sent, Where
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.signature import Signature, TensorType
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
 
-_PLACE_AND_LENGTH = struct.Struct("<qqq")  # training, micro-batch, bytes of a new signature
-_INLINE = 1 << 16  # bytes up to which a message more costs more than a copy
+_SMALL = 1 << 16  # bytes of a packet's tensors up to which all its receives are posted at once
+_IN_PACKET = 1 << 20  # bytes up to which a message more costs more than a copy
 _AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts all
 # Micro-batches that a sender leaves under way at least before it waits for the oldest: gloo tells
 # of a finished send only to who waits for it. The receiver has posted its receives by then unless
@@ -58,32 +59,36 @@ class _Memory:
     """What both ends of a link remember of one place.
 
     Args:
+        layout: What travels in one packet with the header.
         signature: The last one.
         stable: Whether it was the same the last two times: then it is what the receiver expects,
             and has posted.
-        inline: Lengths of the tensors that then travel in the header, in bytes.
     """
 
+    layout: Layout
     signature: Signature | None = None
     stable: bool = False
-    inline: tuple[int, ...] = ()
 
-    @property
-    def expected(self) -> tuple[TensorType, ...]:
-        """What the receiver has posted ahead."""
-        return self.signature.tensor_types if self.signature is not None and self.stable else ()
+    def beside(self, channel: Channel) -> list[TensorType]:
+        """What the receiver has posted ahead, besides the packet."""
+        if self.signature is None or not self.stable:
+            return []
+        types = self.signature.tensor_types
+        return [k for k in types if not (self.layout.kinds and channel.is_in_host(k))]
 
     @property
     def nbytes(self) -> int:
         """Bytes of what crossed last."""
         return sum(k.nbytes for k in self.signature.tensor_types) if self.signature else 0
 
-    def update(self, signature: Signature, channel: Channel) -> None:
+    def update(self, signature: Signature, channel: Channel, layouts: Layouts) -> None:
         """Remember what was sent; a signature that didn't change is the same object."""
         stable = signature is self.signature
         if stable != self.stable:
-            sizes = tuple(k.nbytes for k in signature.tensor_types if channel.is_in_host(k))
-            self.inline = sizes if stable and 0 < sum(sizes) <= _INLINE else ()
+            kinds = tuple(k for k in signature.tensor_types if channel.is_in_host(k))
+            nbytes = sum(kind.nbytes for kind in kinds)
+            is_packed = stable and 0 < nbytes <= _IN_PACKET
+            self.layout = layouts[kinds if is_packed else ()]
         self.signature, self.stable = signature, stable
 
 
@@ -97,13 +102,16 @@ class Sender:
     Args:
         channel: Its channel.
         under_way: The number of micro-batches that may be under way.
+        where: The call of the backbone at which this rank is.
     """
 
     channel: Channel
     under_way: int = _UNDER_WAY
+    where: Where = (0, 0, 0)
+    _layouts: Layouts = field(default_factory=Layouts)
     _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _sent: int = 0
-    _pending: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
+    _pending: deque[Sent] = field(default_factory=deque)
 
     def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
         """Send a boundary, without waiting for it to arrive.
@@ -115,34 +123,47 @@ class Sender:
             training: Whether the call trains; the receiver expects the same.
         """
         self._sent += 1
-        while self._pending and self._pending[0][0] <= self._sent - self.under_way:
-            self._pending.popleft()[2].wait()
-        memory, channel = self._memory.setdefault((training, m), _Memory()), self.channel
+        while self._pending and self._pending[0].number <= self._sent - self.under_way:
+            self._pending.popleft().wait()
+        memory = self._memory.get((training, m))
+        if memory is None:
+            memory = self._memory[training, m] = _Memory(self._layouts[()])
         signature = memory.signature
-        changed = signature is None or not signature.matches(tree, requires_grad)
-        if signature is None or changed:
+        if signature is None or not signature.matches(tree, requires_grad):
             signature = Signature.of(tree, requires_grad)
-        blob = pickle.dumps(signature) if changed else b""
-        header = from_buffer(_PLACE_AND_LENGTH.pack(training, m, len(blob)))
-        data = [
-            strides.to_bytes(tensor).to(channel.lane(kind)[0])
-            for kind, tensor in zip(signature.tensor_types, tree.tensors(), strict=True)
-        ]
-        if not changed:
-            self._post_tensors(header, data, memory)
+            self._send_changed(m, tree, signature, training, memory)
         else:
-            nothing = [
-                torch.zeros(kind.nbytes, dtype=torch.uint8, device=channel.lane(kind)[0])
-                for kind in memory.expected
-            ]
-            self._post_tensors(header, nothing, memory)
-            self._post(from_buffer(blob), channel.headers, BESIDE)
-            for kind, part in zip(signature.tensor_types, data, strict=True):
-                if memory.stable:
-                    self._post(part.cpu(), channel.headers, BESIDE)
-                else:
-                    self._post(part, *channel.lane(kind)[1:])
-        memory.update(signature, channel)
+            packet = memory.layout.packet()
+            packet.write(training, m, 0, self.where)
+            rest = list(zip(signature.tensor_types, tree.tensors(), strict=True))
+            if memory.layout.kinds:
+                packet.fill([t for kind, t in rest if self.channel.is_in_host(kind)])
+                rest = [(kind, t) for kind, t in rest if not self.channel.is_in_host(kind)]
+            self._post(packet, self.channel.headers, HEADER)
+            for kind, tensor in rest:
+                wire, group, tag = self.channel.lane(kind)
+                self._post(strides.to_bytes(tensor).to(wire), group, tag)
+        memory.update(signature, self.channel, self._layouts)
+
+    def _send_changed(
+        self, m: int, tree: Tree, signature: Signature, training: bool, memory: _Memory
+    ) -> None:
+        """Send a boundary that isn't as the last time, after what the receiver has posted for."""
+        blob, channel = pickle.dumps(signature), self.channel
+        packet = memory.layout.packet()
+        packet.write(training, m, len(blob), self.where)
+        self._post(packet, channel.headers, HEADER)
+        for kind in memory.beside(channel):
+            wire, group, tag = channel.lane(kind)
+            self._post(torch.zeros(kind.nbytes, dtype=torch.uint8, device=wire), group, tag)
+        self._post(from_buffer(blob), channel.headers, BESIDE)
+        for kind, tensor in zip(signature.tensor_types, tree.tensors(), strict=True):
+            part = strides.to_bytes(tensor)
+            if memory.stable:
+                self._post(part.cpu(), channel.headers, BESIDE)
+            else:
+                wire, group, tag = channel.lane(kind)
+                self._post(part.to(wire), group, tag)
 
     @property
     def nbytes(self) -> int:
@@ -156,24 +177,13 @@ class Sender:
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""
         while self._pending:
-            self._pending.popleft()[2].wait()
+            self._pending.popleft().wait()
 
-    def _post_tensors(self, header: Tensor, data: Sequence[Tensor], memory: _Memory) -> None:
-        """Send what the receiver has posted, or posts when it knows that nothing has changed."""
-        kinds = memory.signature.tensor_types if memory.signature is not None and data else ()
-        pairs = list(zip(kinds, data, strict=True))
-        if memory.inline:
-            inline = [part for kind, part in pairs if self.channel.is_in_host(kind)]
-            pairs = [pair for pair in pairs if not self.channel.is_in_host(pair[0])]
-            header = torch.cat([header, *inline])
-        self._post(header, self.channel.headers, HEADER)
-        for kind, part in pairs:
-            self._post(part, *self.channel.lane(kind)[1:])
-
-    def _post(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        work = self.channel.send(data, group, tag)
+    def _post(self, data: Packet | Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        tensor = data.buffer if isinstance(data, Packet) else data
+        work = self.channel.send(tensor, group, tag)
         if work is not None:
-            self._pending.append((self._sent, data, work))
+            self._pending.append(Sent(self._sent, data, work))
 
 
 @dataclass(slots=True)
@@ -183,27 +193,34 @@ class _Slot:
     Args:
         place: What comes.
         memory: What is remembered of that place.
-        header: Its header, and the tensors that travel in it.
-        header_work: Its receive.
-        data: Its tensors' receives, once posted.
+        packet: Its header, and the tensors that travel with it.
+        work: The packet's receive.
+        beside: The receives of its other tensors, once posted.
         signature: What comes, once the header was read.
-        beside: The receives of tensors that came beside those that were posted.
+        instead: The receives of all tensors, where others come than those that were posted.
     """
 
     place: _Place
     memory: _Memory
-    header: Tensor
-    header_work: dist.Work | None
-    data: list[_Pending] | None = None
-    signature: Signature | None = None
+    packet: Packet
+    work: dist.Work | None
     beside: list[_Pending] | None = None
+    signature: Signature | None = None
+    instead: list[_Pending] | None = None
 
 
 @dataclass(slots=True)
 class Receiver:
-    """The receiving end of a link."""
+    """The receiving end of a link.
+
+    Args:
+        channel: Its channel.
+        where: The call of the backbone at which this rank is.
+    """
 
     channel: Channel
+    where: Where = (0, 0, 0)
+    _layouts: Layouts = field(default_factory=Layouts)
     _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _order: deque[_Place] = field(default_factory=deque)
     _slots: deque[_Slot] = field(default_factory=deque)
@@ -233,7 +250,7 @@ class Receiver:
         while all(slot.place[1] != m for slot in self._slots):
             self._slots.append(self._new_slot(self._order.popleft()))
         for slot in self._slots:
-            if slot.data is None:
+            if slot.beside is None:
                 self._post_slot(slot)
             if slot.place[1] == m:
                 return
@@ -255,18 +272,29 @@ class Receiver:
         signature = self._read_header(slot)
         if slot.place[1] != m:
             raise self._other_than(m, slot.place)
-        if slot.data is None:
+        if slot.beside is None:
             self._post_slot(slot)
-        if slot.beside is not None:  # what was posted receives nothing of use
-            for _, work in slot.data or ():
-                _wait(work)
-            slot.data = slot.beside
-        slot.memory.update(signature, self.channel)
+        tensors = self._tensors(slot, signature)
+        slot.memory.update(signature, self.channel, self._layouts)
         self._slots.popleft()
         self._post_ahead()
-        pairs = zip(signature.tensor_types, slot.data or (), strict=True)
-        tensors = [self._tensor(kind, pending) for kind, pending in pairs]
         return signature.fill(tensors), list(signature.requires_grad)
+
+    def _tensors(self, slot: _Slot, signature: Signature) -> list[Tensor]:
+        """Wait for all tensors of a slot."""
+        types, channel = signature.tensor_types, self.channel
+        if slot.instead is not None:  # what was posted receives nothing of use
+            for _, work in slot.beside or ():
+                _wait(work)
+            return [self._tensor(k, p) for k, p in zip(types, slot.instead, strict=True)]
+        packed = slot.packet.tensors(channel.device)
+        if len(packed) == len(types):
+            return packed
+        in_packet, beside = iter(packed), iter(slot.beside or ())
+        return [
+            next(in_packet) if packed and channel.is_in_host(k) else self._tensor(k, next(beside))
+            for k in types
+        ]
 
     def _read_header(self, slot: _Slot) -> Signature:
         """Wait for a header, after those before it: what they announce comes in order, too."""
@@ -279,11 +307,16 @@ class Receiver:
     def _read_own_header(self, slot: _Slot) -> Signature:
         if slot.signature is not None:
             return slot.signature
-        _wait(slot.header_work)
-        head = slot.header[: _PLACE_AND_LENGTH.size].numpy().tobytes()
-        training, m, blob_length = _PLACE_AND_LENGTH.unpack(head)
+        _wait(slot.work)
+        training, m, blob_length, where = slot.packet.read()
         if slot.place != (training, m):
             raise self._other_than(slot.place[1], (training, m), slot.place[0])
+        if where != self.where:
+            raise RuntimeError(
+                f"This rank is at call {self.where[2]} of step {self.where[:2]} of the backbone,"
+                f" rank {self.channel.peer} at call {where[2]} of step {where[:2]}. Call the"
+                " backbone on every rank alike, never under `if rank == 0`."
+            )
         signature = slot.memory.signature
         if blob_length:
             blob, work = self._post_beside(blob_length)
@@ -294,7 +327,7 @@ class Receiver:
                 f"Rank {self.channel.peer} sent micro-batch {m} without a signature."
             )
         if blob_length and slot.memory.stable:
-            slot.beside = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
+            slot.instead = [self._post_beside(kind.nbytes) for kind in signature.tensor_types]
         slot.signature = signature
         return signature
 
@@ -313,46 +346,37 @@ class Receiver:
         _wait(work)
         if kind.device_type == self.channel.device.type:
             data = data.to(self.channel.device)
-        if data.storage_offset():  # a part of a header: memory of its own, and aligned
-            data = data.clone()
         return strides.from_bytes(data, kind.shape, kind.stride, kind.dtype)
 
     def _post_ahead(self) -> None:
         while self._order:
-            memory = self._memory.setdefault(self._order[0], _Memory())
-            if len(self._slots) >= _AHEAD and not memory.inline:
+            memory = self._memory.get(self._order[0])
+            is_small = memory is not None and 0 < memory.layout.nbytes <= _SMALL
+            if len(self._slots) >= _AHEAD and not is_small:
                 break
             self._slots.append(self._new_slot(self._order.popleft()))
         for slot in self._slots if self.channel.through_host else ():
-            if slot.data is None:
+            if slot.beside is None:
                 if not slot.memory.stable:
                     break  # tensors arrive in order: the next ones can't be posted before these
                 self._post_slot(slot)
 
     def _new_slot(self, place: _Place) -> _Slot:
-        """Post the receive of a header."""
-        memory = self._memory.setdefault(place, _Memory())
-        header = host_buffer(_PLACE_AND_LENGTH.size + sum(memory.inline))
-        work = self.channel.receive(header, self.channel.headers, HEADER)
-        return _Slot(place, memory, header, work)
+        """Post the receive of a packet."""
+        memory = self._memory.get(place)
+        if memory is None:
+            memory = self._memory[place] = _Memory(self._layouts[()])
+        packet = Packet(memory.layout)
+        work = self.channel.receive(packet.buffer, self.channel.headers, HEADER)
+        return _Slot(place, memory, packet, work)
 
     def _post_slot(self, slot: _Slot) -> None:
-        """Post the receives of tensors: what is expected, or what the header says."""
+        """Post the receives of other tensors: of what is expected, or what the header says."""
         if slot.memory.stable:
-            slot.data = self._post_expected(slot)
+            kinds: Sequence[TensorType] = slot.memory.beside(self.channel)
         else:
-            slot.data = [self._post_data(kind) for kind in self._read_header(slot).tensor_types]
-
-    def _post_expected(self, slot: _Slot) -> list[_Pending]:
-        """Post the receives of what doesn't travel in the header."""
-        sizes = (_PLACE_AND_LENGTH.size, *slot.memory.inline)
-        inline = iter(slot.header.split(sizes)[1:] if slot.memory.inline else ())
-        return [
-            (next(inline), None)
-            if slot.memory.inline and self.channel.is_in_host(kind)
-            else self._post_data(kind)
-            for kind in slot.memory.expected
-        ]
+            kinds = self._read_header(slot).tensor_types
+        slot.beside = [self._post_data(kind) for kind in kinds]
 
     def _post_data(self, kind: TensorType) -> _Pending:
         wire, group, tag = self.channel.lane(kind)

@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 HOST = torch.device("cpu")
+#: Bytes up to which a message to each member is faster than gloo's collectives, ten times and more.
+SMALL = 1 << 16
+#: The tag of these messages.
+_TAG = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,10 @@ class Peers:
             return tensor
         wire, group = self.route(tensor.device.type)
         reduced = tensor.to(wire)
-        dist.all_reduce(reduced, op, group)
+        if group is self.host and reduced.nbytes <= SMALL:
+            reduced = self._exchanged(reduced.contiguous(), op)
+        else:
+            dist.all_reduce(reduced, op, group)
         return reduced.to(tensor.device)
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -96,6 +103,40 @@ class Peers:
     def name(self, index: int) -> str:
         """A member, for errors."""
         return f"{self.member} {index} (rank {self.ranks[index]})"
+
+    # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
+
+    def post(self, data: Tensor, to: int) -> dist.Work | None:
+        """Send bytes in host memory to a member, without waiting; None: there are none."""
+        return self.host.send([data], to, _TAG) if data.numel() else None
+
+    def await_from(self, source: int, data: Tensor) -> Tensor:
+        """Wait for what a member sends to this one with :meth:`post`.
+
+        Args:
+            source: The member.
+            data: Where it goes, in host memory.
+        """
+        work = self.host.recv([data], source, _TAG) if data.numel() else None
+        if work is not None:
+            work.wait()
+        return data
+
+    def _exchanged(self, own: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce a small tensor in host memory: every member sends it to every other."""
+        if not own.numel():
+            return own
+        parts = [own if i == self.index else torch.empty_like(own) for i in range(len(self.ranks))]
+        others = [i for i in range(len(self.ranks)) if i != self.index]
+        work = [self.host.recv([parts[i]], i, _TAG) for i in others]
+        work += [self.host.send([own], i, _TAG) for i in others]
+        for one in work:
+            if one is not None:
+                one.wait()
+        rows = torch.stack(parts)  # in the order of the members: the same bits on each
+        if op == dist.ReduceOp.SUM:
+            return rows.sum(0, dtype=own.dtype)
+        return rows.amin(0) if op == dist.ReduceOp.MIN else rows.amax(0)
 
     @property
     def _both(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import nn
 from lightning_gpipe.tensors.random_state import seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
+_MASK = 2**63 - 1
+_STRIDE = 0x1E3779B97F4A7C15  # odd, so that layers' seeds differ, also in their lower half
 
 
 class LayerRandomness:
@@ -61,51 +63,46 @@ class LayerRandomness:
             for generator, state in states:
                 _set_state(generator, state)
 
-    def run(
-        self, key: tuple[int, ...], seeded: frozenset[int], watch: bool
-    ) -> AbstractContextManager[None]:
-        """Seed at once, and run a micro-batch through the stage inside the context.
+    def begin_micro_batch(self, key: tuple[int, ...], is_drawn_again: bool) -> int:
+        """Begin a micro-batch's forward or recompute.
 
         Args:
             key: Numbers of the call and the micro-batch.
-            seeded: What :meth:`begin` returned.
-            watch: Whether to look if a layer draws of which it isn't known; once a call is enough.
+            is_drawn_again: Whether layers that aren't known to draw must find Python's and NumPy's
+                generators as the other time, or will be looked at.
+
+        Returns:
+            A number for :meth:`seed`.
         """
-        seed = seed_of(*key, self._first)
-        seed_global(seed)
-        return self._watched(seed) if watch and not seeded else nullcontext()
+        base = seed_of(*key)
+        if is_drawn_again:
+            seed_global(_seed_of_layer(base, self._first))
+        return base
 
-    @contextmanager
-    def _watched(self, seed: int) -> Iterator[None]:
-        yield
-        if _have_moved(seed):
-            self._looks.clear()  # a layer began to draw: look again which one
-
-    def layer(
-        self, key: tuple[int, ...], index: int, seeded: frozenset[int]
-    ) -> AbstractContextManager[None]:
-        """Seed at once, and run a layer inside the context.
+    def seed(self, base: int, index: int, with_global: bool) -> None:
+        """Seed before a layer.
 
         Args:
-            key: Numbers of the call and the micro-batch.
+            base: What :meth:`begin_micro_batch` returned.
             index: The layer.
-            seeded: What :meth:`begin` returned.
+            with_global: Whether Python's and NumPy's generators are seeded, too.
         """
-        seed = seed_of(*key, index)
+        seed = _seed_of_layer(base, index)
         seed_torch(self._device, seed)
         for number, (generator, first_seed) in enumerate(self._own[index]):
             _seed(generator, seed_of(seed, number, first_seed))
-        if index in seeded:
+        if with_global:
             seed_global(seed)
-            if index not in self._draw:
-                return self._watched_layer(index, seed)
-        return nullcontext()
 
-    @contextmanager
-    def _watched_layer(self, index: int, seed: int) -> Iterator[None]:
-        yield
-        if _have_moved(seed):
+    def look_at_layer(self, base: int, index: int) -> None:
+        """Note whether a layer before which all was seeded drew from Python's or NumPy's."""
+        if index not in self._draw and _have_moved(_seed_of_layer(base, index)):
             self._draw.add(index)
+
+    def look_at_all(self, base: int) -> None:
+        """Look closely again, if a layer drew of which it wasn't known."""
+        if _have_moved(_seed_of_layer(base, self._first)):
+            self._looks.clear()
 
 
 @dataclass(slots=True)
@@ -139,6 +136,10 @@ def seed_of(*key: int) -> int:
     """A seed that depends on all numbers of a key."""
     digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _seed_of_layer(base: int, index: int) -> int:
+    return (base + index * _STRIDE) & _MASK
 
 
 def seed_global(seed: int) -> None:

@@ -74,6 +74,7 @@ class Stage:
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
         self._randomness = LayerRandomness(self._layers, device)
+        self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
         #: Whether a backward of the input alone took as much as a whole one.
         self.cannot_split = False
 
@@ -137,7 +138,7 @@ class Stage:
         ):
             given = record.enter(inputs) if trains else copied(inputs)
             before = _marks(given)
-            outputs = self._run(m, given, call)
+            outputs = self._run(m, given, call, is_once=keep_graph)
             if _marks(given) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
         record.end_forward(inputs, outputs, keep_graph)
@@ -161,7 +162,8 @@ class Stage:
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
             self._batch_norm.micro_batch(recompute=True),
         ):
-            record.end_recompute(self._run(m, record.enter_again(keep_input), call))
+            given = record.enter_again(keep_input)
+            record.end_recompute(self._run(m, given, call, is_once=False))
 
     def backward(
         self,
@@ -205,23 +207,26 @@ class Stage:
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self._parameters]
 
-    def _run(self, m: int, inputs: Tree, call: StageCall) -> Tree:
+    def _run(self, m: int, inputs: Tree, call: StageCall, is_once: bool) -> Tree:
         value: Any = inputs.value()
-        key, seeded = (*call.context.key, m), call.seeded
-        run_layer, seeded_layer = call.context.run_layer, self._randomness.layer
-        with self._randomness.run(key, seeded, watch=m == call.count - 1):
-            try:
-                for index, layer in self._layers.items():
-                    with seeded_layer(key, index, seeded):
-                        value = run_layer(index, layer, value)
-            except Exception as error:
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(
-                        f"In layer {index} ({type(layer).__name__}) of the backbone,"
-                        f" micro-batch {m}."
-                    )
-                raise
-        return Tree.of(value, f"The output of layer {next(reversed(self._layers))} of the backbone")
+        run_layer, randomness, seeded = call.context.run_layer, self._randomness, call.seeded
+        looks = m == call.count - 1 and not seeded
+        base = randomness.begin_micro_batch((*call.context.key, m), looks or not is_once)
+        try:
+            for index, layer in self._layers.items():
+                randomness.seed(base, index, index in seeded)
+                value = run_layer(index, layer, value)
+                if index in seeded:
+                    randomness.look_at_layer(base, index)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"In layer {index} ({type(layer).__name__}) of the backbone, micro-batch {m}."
+                )
+            raise
+        if looks:
+            randomness.look_at_all(base)
+        return Tree.of(value, self._output_name)
 
     @contextmanager
     def _in_modes(self, modes: tuple[bool, ...]) -> Iterator[None]:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -32,9 +32,12 @@ class Stopwatch:
         self._outside: _Spans = defaultdict(list)
         self.is_on = False
 
-    @contextmanager
-    def action(self, stage: int, op: Op) -> Iterator[None]:
+    def action(self, stage: int, op: Op) -> AbstractContextManager[None]:
         """Run an action inside this context."""
+        return self._action(stage, op) if self.is_on else nullcontext()
+
+    @contextmanager
+    def _action(self, stage: int, op: Op) -> Iterator[None]:
         begin = self._now()
         yield
         if self.is_on:

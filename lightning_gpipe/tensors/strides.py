@@ -41,7 +41,7 @@ def from_bytes(
         dtype: The tensor's type.
     """
     elements = data.view(dtype)
-    if _is_dense(shape, stride):
+    if is_dense(shape, stride):
         return elements.as_strided(shape, stride)
     order = _memory_order(shape, stride)
     sizes = _distinct_sizes(shape, stride)
@@ -85,7 +85,7 @@ def _distinct_sizes(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
     return [1 if s == 0 and n > 1 else n for n, s in zip(shape, stride, strict=True)]
 
 
-def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether the elements fill their span of memory without gap or overlap."""
     if 0 in shape:
         return True

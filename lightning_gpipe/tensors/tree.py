@@ -44,6 +44,7 @@ class TreeStructure:
     places: tuple[int, ...] | None
 
 
+_LEAVES = (Tensor, *CONSTANTS)
 _LEAF = TreeStructure(tree_structure(0), None)  # a leaf by itself
 
 
@@ -84,7 +85,7 @@ class Tree:
                     " (x.to_dense(), or x.to_padded_tensor(0.0) and lengths), and convert it in a"
                     " layer."
                 )
-            if not isinstance(leaf, (Tensor, *CONSTANTS)):
+            if not isinstance(leaf, _LEAVES):
                 raise TypeError(
                     f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't"
                     " be split or sent: use tensors, numbers, strings and None in tuples, lists,"
@@ -103,6 +104,8 @@ class Tree:
 
     def value(self) -> Any:
         """The pytree again."""
+        if self.spec.spec.is_leaf():
+            return self.leaves[0]
         places = self.spec.places
         leaves = self.leaves if places is None else [self.leaves[i] for i in places]
         return tree_unflatten(leaves, self.spec.spec)

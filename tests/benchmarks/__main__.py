@@ -1,45 +1,51 @@
-"""Checks that the engine keeps close to the schedule's bound, on an otherwise idle machine.
+"""Speed and memory, of this package and others.
 
-Run it with ``OMP_NUM_THREADS=1 python -m tests.benchmarks``; it ends with an error where the best
-of six runs stays below nine tenths of the bound.
+Contestants take turns in one run; figures are medians over rounds. Run one suite, or several:
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks emulated --sizes 4x8 --rounds 5
+
+Other packages take part where they are installed (``pip install torchgpipe deepspeed``).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import argparse
+import shlex
 import sys
+from pathlib import Path
 
-WANTED = 0.9
-RUNS = 6  # what one quiet run reaches, the engine can do
+from tests.benchmarks import emulated
+from tests.benchmarks.report import save, surroundings
+
+SUITES = {"emulated": emulated}
 
 
-def efficiency(stages: int, chunks: int, checkpoint: str) -> float:
-    """Measure once, in processes of their own."""
-    command = ["-m", "tests.benchmarks.emulated_devices", "--checkpoint", checkpoint]
-    done = subprocess.run(
-        [sys.executable, *command, "--stages", str(stages), "--chunks", str(chunks)],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=True,
+def main() -> None:
+    """Run a suite."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-    return float(json.loads(line)["efficiency"])
-
-
-def main() -> int:
-    """Measure all; returns the exit code."""
-    is_slow = False
-    for stages, chunks in ((4, 8), (8, 32)):
-        for checkpoint in ("always", "never"):
-            measured: list[float] = []
-            while len(measured) < RUNS and max(measured, default=0.0) < WANTED:
-                measured.append(efficiency(stages, chunks, checkpoint))
-            is_slow = is_slow or max(measured) < WANTED
-            print(f"K={stages}, M={chunks}, {checkpoint}: {measured} of the bound", flush=True)
-    return int(is_slow)
+    parsers = parser.add_subparsers(dest="suite", required=True)
+    for name, suite in SUITES.items():
+        about = (suite.__doc__ or "").strip()
+        own = parsers.add_parser(
+            name,
+            help=about.splitlines()[0],
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        own.add_argument("--rounds", type=int, default=5, help="that count; default: %(default)s")
+        own.add_argument("--steps", type=int, default=3, help="in a turn; default: %(default)s")
+        own.add_argument("--save", type=Path, metavar="FILE", help="keep the tables as JSON")
+        suite.arguments_of(own)
+    arguments = parser.parse_args()
+    command = f"python -m tests.benchmarks {shlex.join(sys.argv[1:])}"
+    for name, value in surroundings(command).items():
+        print(f"{name}: {value}")
+    tables = SUITES[arguments.suite].run(arguments)
+    if arguments.save:
+        save(tables, arguments.save, command)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

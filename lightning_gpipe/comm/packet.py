@@ -1,0 +1,165 @@
+"""A header and small tensors in one stretch of host memory, so that they take one message."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpipe.comm.packing import host_buffer
+from lightning_gpipe.comm.signature import TensorType
+from lightning_gpipe.tensors import strides
+
+#: Numbers that tell at which call of which step a rank is.
+Where: TypeAlias = tuple[int, int, int]
+_HEAD = struct.Struct("<6q")
+_LAYOUTS = 16
+_ALIGNED = 64  # bytes; a tensor's memory begins at a multiple of them
+
+
+@dataclass(slots=True)
+class Layout:
+    """What a packet holds beside its header.
+
+    Args:
+        kinds: The types of its tensors.
+        plain: For each whether its memory there is its values and nothing else.
+    """
+
+    kinds: tuple[TensorType, ...]
+    plain: tuple[bool, ...] = ()
+    _free: list[Packet] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.plain = tuple(map(_is_plain, self.kinds))
+
+    @property
+    def nbytes(self) -> int:
+        """The length of all of its tensors."""
+        return sum(kind.nbytes for kind in self.kinds)
+
+    def packet(self) -> Packet:
+        """A packet to fill and to send; :meth:`give_back` it when it has arrived."""
+        return self._free.pop() if self._free else Packet(self)
+
+    def give_back(self, packet: Packet) -> None:
+        """Use a packet's memory again."""
+        self._free.append(packet)
+
+
+class Packet:
+    """A header and tensors.
+
+    Args:
+        layout: Which tensors.
+    """
+
+    __slots__ = ("_head", "_parts", "buffer", "layout")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        starts, end = [], _ALIGNED
+        for kind in layout.kinds:
+            starts.append(end)
+            end += -(-kind.nbytes // _ALIGNED) * _ALIGNED
+        with torch.inference_mode(False):  # it may be used again where there are gradients
+            #: What is sent, ``uint8``.
+            self.buffer = buffer = host_buffer(end)
+            self._parts = [_part(buffer, s, k) for s, k in zip(starts, layout.kinds, strict=True)]
+        self._head = memoryview(buffer.numpy())[: _HEAD.size]
+
+    def write(self, training: bool, m: int, announced: int, where: Where) -> None:
+        """Write the header.
+
+        Args:
+            training: Whether the call trains.
+            m: The micro-batch.
+            announced: Bytes of a new signature.
+            where: The call.
+        """
+        self._head[:] = _HEAD.pack(training, m, announced, *where)
+
+    def read(self) -> tuple[bool, int, int, Where]:
+        """What was written."""
+        training, m, announced, *where = _HEAD.unpack(self._head)
+        return bool(training), m, announced, (where[0], where[1], where[2])
+
+    def fill(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors' values into it."""
+        for plain, part, tensor in zip(self.layout.plain, self._parts, tensors, strict=True):
+            part.copy_(tensor.detach() if plain else strides.to_bytes(tensor))
+
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """The tensors, in the packet's memory where that is possible.
+
+        Args:
+            device: Where those go that came from a device.
+        """
+        if all(self.layout.plain):
+            return self._parts
+        found = []
+        for kind, plain, part in zip(
+            self.layout.kinds, self.layout.plain, self._parts, strict=True
+        ):
+            if plain:
+                found.append(part)
+                continue
+            data = part.to(device) if kind.device_type == device.type else part.clone()
+            found.append(strides.from_bytes(data, kind.shape, kind.stride, kind.dtype))
+        return found
+
+
+class Layouts(dict[tuple[TensorType, ...], Layout]):
+    """The layouts that a link uses, by the types of their tensors."""
+
+    def __missing__(self, kinds: tuple[TensorType, ...]) -> Layout:
+        if len(self) >= _LAYOUTS:  # where every step has other lengths: those in use stay alive
+            self.clear()
+        layout = self[kinds] = Layout(kinds)
+        return layout
+
+
+@dataclass(slots=True)
+class Sent:
+    """A message that may be under way.
+
+    Args:
+        number: Counts the boundaries that were sent.
+        data: Its memory.
+        work: Its send.
+    """
+
+    number: int
+    data: Packet | Tensor
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Wait until its memory isn't needed any more."""
+        self.work.wait()
+        if isinstance(self.data, Packet):
+            self.data.layout.give_back(self.data)
+
+
+def _is_plain(kind: TensorType) -> bool:
+    """Whether a tensor's memory in host memory is its values and nothing else."""
+    is_expanded = kind.nbytes != kind.shape.numel() * kind.dtype.itemsize
+    dense = strides.is_dense(kind.shape, kind.stride)
+    return kind.device_type == "cpu" and dense and not is_expanded
+
+
+def _part(buffer: Tensor, start: int, kind: TensorType) -> Tensor:
+    """A stretch of a buffer as a tensor that is no view: changed in place it tells no other."""
+    storage = buffer.untyped_storage()
+    if _is_plain(kind):
+        place = start // kind.dtype.itemsize
+        part = torch.empty(0, dtype=kind.dtype, device="cpu")
+        return part.set_(storage, place, kind.shape, kind.stride)
+    part = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return part.set_(storage, start, (kind.nbytes,), (1,))
+
+

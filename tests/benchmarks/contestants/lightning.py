@@ -1,0 +1,95 @@
+"""This package through the Trainer, in both step modes, and a Trainer without a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpipe import GPipeStrategy
+from tests.benchmarks.turns import Contestant, Turn
+from tests.benchmarks.workloads import Workload, notes
+
+LR = 1e-3
+
+
+class Module(L.LightningModule):
+    """A backbone with the loss behind it."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.workload = workload
+        self.backbone = nn.Sequential(*workload.layers())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.workload.loss(self.backbone(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=LR)
+
+
+class Turns(L.Callback):
+    """Waits for the turns of this contestant."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn, self._left = turn, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if not self._left:
+            self._left = self._turn.next()
+        self._left -= 1
+
+
+class Same(IterableDataset[Any]):
+    """The same mini-batch for ever."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+
+def gpipe(
+    workload: Workload, stages: int, chunks: int, checkpoint: Any, name: str = "", **options: Any
+) -> Contestant:
+    """This package.
+
+    Args:
+        workload: What is trained.
+        stages: K.
+        chunks: M.
+        checkpoint: As the strategy's.
+        name: For the table.
+        options: Of the strategy.
+    """
+    options.setdefault("balance", [*workload.balance(stages * options.get("virtual_stages", 1))])
+    name = name or f"lightning-gpipe, {options.get('step', 'mini-batch')} step"
+    strategy = partial(GPipeStrategy, chunks, checkpoint=checkpoint, **options)
+    return Contestant(name, partial(_train, workload, chunks, strategy), stages)
+
+
+def trainer(workload: Workload, chunks: int) -> Contestant:
+    """A Trainer alone, over whole mini-batches, in one process."""
+    return Contestant("plain Trainer", partial(_train, workload, chunks, lambda: "auto"), 1)
+
+
+def _train(workload: Workload, chunks: int, strategy: Any, turn: Turn) -> None:
+    turn.notes = notes
+    L.Trainer(
+        accelerator="cpu",
+        devices=turn.world_size,
+        strategy=strategy(),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Turns(turn)],
+    ).fit(Module(workload), DataLoader(Same(workload.batch(chunks)), batch_size=None))

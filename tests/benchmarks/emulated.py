@@ -1,0 +1,105 @@
+"""Schedules on emulated devices: steps against the bound of fill–drain, and against other packages.
+
+Every stage sleeps 5 ms forward, and 5 ms each for the gradients of its input and of its weights, so
+that any number of stages runs truly in parallel on few cores. How long a sleep really is, is
+measured by ``ideal`` in the same run: stages without messages. The bound is the length that the
+schedule's simulator finds for these times. A schedule with two stages on each rank has layers of
+half the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.placement import rounds as in_rounds
+from lightning_gpipe.schedule.simulate import simulate
+from tests.benchmarks.contestants.deepspeed import deepspeed
+from tests.benchmarks.contestants.lightning import gpipe
+from tests.benchmarks.contestants.plain import ideal
+from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
+from tests.benchmarks.report import Table, row_of
+from tests.benchmarks.turns import Contestant, Result, take_turns
+from tests.benchmarks.workloads import emulated
+
+UNIT_S = 0.005
+OURS, SEARCHED = "lightning-gpipe, fill_drain", "lightning-gpipe, searched"
+
+
+def run(arguments: argparse.Namespace) -> list[Table]:
+    """Run the suite."""
+    tables = []
+    for stages, chunks in arguments.sizes:
+        for checkpoint in arguments.checkpoint:
+            tables.append(_compare(stages, chunks, checkpoint, arguments))
+            print(tables[-1], flush=True)
+    return tables
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's own options."""
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: tuple(map(int, text.split("x"))),
+        nargs="+",
+        default=[(4, 8), (4, 32), (8, 32), (16, 64)],
+        metavar="KxM",
+        help="stages and micro-batches, such as 4x8",
+    )
+    parser.add_argument("--checkpoint", nargs="+", default=["always", "never"])
+    parser.add_argument("--only", nargs="+", help="names of contestants, or parts of them")
+
+
+def _contestants(stages: int, chunks: int, checkpoint: str) -> list[Contestant]:
+    one, two = emulated(stages, UNIT_S), emulated(2 * stages, UNIT_S / 2)
+    found = [
+        ideal(one, stages, chunks, checkpoint),
+        gpipe(one, stages, chunks, checkpoint, OURS, schedule="fill_drain"),
+        gpipe(
+            two, stages, chunks, checkpoint, SEARCHED,
+            schedule="searched", virtual_stages=2, step="micro-batch",
+        ),
+    ]  # fmt: skip
+    for schedule, virtual in VIRTUAL.items():
+        if schedule == "ZBVZeroBubble" and checkpoint == "always":
+            continue  # it computes every stage twice more
+        workload = one if virtual == 1 else two
+        found.append(torch_pipelining(workload, stages, chunks, checkpoint, schedule))
+    return [*found, deepspeed(one, stages, chunks, checkpoint)]
+
+
+def _compare(stages: int, chunks: int, checkpoint: str, arguments: argparse.Namespace) -> Table:
+    contestants = [
+        c
+        for c in _contestants(stages, chunks, checkpoint)
+        if c.name == "ideal" or not arguments.only or any(n in c.name for n in arguments.only)
+    ]
+    # the schedule is searched for when six mini-batches were measured
+    results = take_turns(contestants, arguments.rounds, arguments.steps, warm_up=6)
+    bound = bound_s(results["ideal"], stages, chunks, checkpoint)
+    table = Table(
+        f"Emulated devices, K={stages}, M={chunks}, {checkpoint}",
+        ["step, ms", "of the bound"],
+        [("bound of fill-drain", [1e3 * bound, 1.0])],
+    )
+    for name, result in results.items():
+        row_of(table, name, result, lambda step_s: [1e3 * step_s, bound / step_s])
+    return table
+
+
+def bound_s(result: Result, stages: int, chunks: int, checkpoint: str) -> float:
+    """The length of fill–drain with what the stages take without messages."""
+    if result.error is not None:
+        return float("nan")
+    forward = [_mean(result, rank, ["slept F"]) for rank in range(stages)]
+    backward = [_mean(result, rank, ["slept I", "slept W"]) for rank in range(stages)]
+    schedule = fill_drain(in_rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
+    return simulate(schedule, Costs.of(forward, backward)).length
+
+
+def _mean(result: Result, rank: int, kinds: Sequence[str]) -> float:
+    """What a rank took, the mean over rounds."""
+    found = [sum(notes[rank][kind][0] for kind in kinds) for notes in result.notes]
+    return sum(found) / len(found)
