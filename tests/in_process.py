@@ -57,7 +57,7 @@ class InProcess:
             )
             for k in range(count)
         }
-        self.executor = Executor(self.stages, links, HOST, Trial(ALONE))
+        self.executor = Executor(self.stages, links, HOST, Trial(ALONE), in_order=False)
         self.chunks, self.checkpoint, self.calls = chunks, checkpoint, 0
 
     def step(self, value: Any, step: int = 0) -> tuple[Any, list[Tensor | None]]:

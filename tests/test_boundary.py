@@ -121,6 +121,7 @@ def messages() -> Any:
         torch.testing.assert_close(
             channel.receive("stage weights", source=0)["large"], value["large"]
         )
+    channel.flush()
     return sorted(arrived), arrived["large"].sum().item(), len(arrived["text"])
 
 
@@ -134,6 +135,7 @@ def test_objects_are_broadcast_and_sent() -> None:
 def mismatch() -> None:
     channel = control()
     channel.broadcast("batch" if channel.index == 0 else "output", 1, source=0)
+    channel.flush()
 
 
 def test_a_message_of_another_kind_is_an_error() -> None:

@@ -59,7 +59,7 @@ def gradients_of(
         )
         for i in range(last + 1)
     }
-    executor = Executor(stages, links, HOST, Trial(ALONE))
+    executor = Executor(stages, links, HOST, Trial(ALONE), in_order=False)
     batch = Tree.of(x, "The input")
     split = Split.plan(batch, micro_batches)
     source = BatchInput(batch, split, is_here=True)

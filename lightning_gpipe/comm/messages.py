@@ -115,6 +115,7 @@ class ObjectChannel(Peers):
             result = decision()
         except Exception as error:
             self.broadcast(kind, (True, f"{type(error).__name__}: {error}"), source=0)
+            self.flush()
             raise
         self.broadcast(kind, (False, result), source=0)
         return result

@@ -63,11 +63,13 @@ class _Memory:
         signature: The last one.
         stable: Whether it was the same the last two times: then it is what the receiver expects,
             and has posted.
+        is_packed: Whether all of it travels in the packet.
     """
 
     layout: Layout
     signature: Signature | None = None
     stable: bool = False
+    is_packed: bool = False
 
     def beside(self, channel: Channel) -> list[TensorType]:
         """What the receiver has posted ahead, besides the packet."""
@@ -87,8 +89,9 @@ class _Memory:
         if stable != self.stable:
             kinds = tuple(k for k in signature.tensor_types if channel.is_in_host(k))
             nbytes = sum(kind.nbytes for kind in kinds)
-            is_packed = stable and 0 < nbytes <= _IN_PACKET
-            self.layout = layouts[kinds if is_packed else ()]
+            kinds = kinds if stable and 0 < nbytes <= _IN_PACKET else ()
+            self.layout = layouts[kinds]
+            self.is_packed = stable and kinds == signature.tensor_types
         self.signature, self.stable = signature, stable
 
 
@@ -135,15 +138,23 @@ class Sender:
         else:
             packet = memory.layout.packet()
             packet.write(training, m, 0, self.where)
-            rest = list(zip(signature.tensor_types, tree.tensors(), strict=True))
-            if memory.layout.kinds:
-                packet.fill([t for kind, t in rest if self.channel.is_in_host(kind)])
-                rest = [(kind, t) for kind, t in rest if not self.channel.is_in_host(kind)]
-            self._post(packet, self.channel.headers, HEADER)
-            for kind, tensor in rest:
-                wire, group, tag = self.channel.lane(kind)
-                self._post(strides.to_bytes(tensor).to(wire), group, tag)
+            tensors = tree.tensors()
+            if memory.is_packed:
+                packet.fill(tensors)
+                self._post(packet, self.channel.headers, HEADER)
+            else:
+                self._send_beside(packet, list(zip(signature.tensor_types, tensors, strict=True)))
         memory.update(signature, self.channel, self._layouts)
+
+    def _send_beside(self, packet: Packet, tensors: list[tuple[TensorType, Tensor]]) -> None:
+        """Send a packet, and tensors that aren't in it."""
+        if packet.layout.kinds:
+            packet.fill([t for kind, t in tensors if self.channel.is_in_host(kind)])
+            tensors = [(kind, t) for kind, t in tensors if not self.channel.is_in_host(kind)]
+        self._post(packet, self.channel.headers, HEADER)
+        for kind, tensor in tensors:
+            wire, group, tag = self.channel.lane(kind)
+            self._post(strides.to_bytes(tensor).to(wire), group, tag)
 
     def _send_changed(
         self, m: int, tree: Tree, signature: Signature, training: bool, memory: _Memory
@@ -288,7 +299,7 @@ class Receiver:
                 _wait(work)
             return [self._tensor(k, p) for k, p in zip(types, slot.instead, strict=True)]
         packed = slot.packet.tensors(channel.device)
-        if len(packed) == len(types):
+        if slot.memory.is_packed:
             return packed
         in_packet, beside = iter(packed), iter(slot.beside or ())
         return [
@@ -355,7 +366,9 @@ class Receiver:
             if len(self._slots) >= _AHEAD and not is_small:
                 break
             self._slots.append(self._new_slot(self._order.popleft()))
-        for slot in self._slots if self.channel.through_host else ():
+        if not self.channel.through_host or (self._slots and self._slots[-1].beside is not None):
+            return
+        for slot in self._slots:
             if slot.beside is None:
                 if not slot.memory.stable:
                     break  # tensors arrive in order: the next ones can't be posted before these

@@ -90,9 +90,9 @@ class Packet:
         return bool(training), m, announced, (where[0], where[1], where[2])
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors' values into it."""
+        """Copy the values of tensors into it that have no graph."""
         for plain, part, tensor in zip(self.layout.plain, self._parts, tensors, strict=True):
-            part.copy_(tensor.detach() if plain else strides.to_bytes(tensor))
+            part.copy_(tensor if plain else strides.to_bytes(tensor))
 
     def tensors(self, device: torch.device) -> list[Tensor]:
         """The tensors, in the packet's memory where that is possible.

@@ -131,6 +131,7 @@ class Executor:
         links: What each of them is linked to.
         device: Where they are.
         trial: Whether a stage goes on that fails.
+        in_order: Whether receives are posted where they stand among all messages.
     """
 
     def __init__(
@@ -139,11 +140,13 @@ class Executor:
         links: Mapping[int, Links],
         device: torch.device,
         trial: Trial,
+        in_order: bool,
     ) -> None:
         self._stages = dict(stages)
         self._links = dict(links)
         self._device = device
         self._trial = trial
+        self._in_order = in_order
         self.watch = Stopwatch(device)
 
     @property
@@ -245,7 +248,8 @@ class Executor:
             also: A scalar to run a backward from as well.
         """
         try:
-            self._post_receives(action, batch)
+            if self._in_order:
+                self._post_receives(action, batch)
             match action.op:
                 case "F":
                     self._forward(action, batch)

@@ -23,7 +23,8 @@ from lightning_gpipe.tensors.random_state import seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
 _MASK = 2**63 - 1
-_STRIDE = 0x1E3779B97F4A7C15  # odd, so that layers' seeds differ, also in their lower half
+# Odd, so that seeds differ, and so do their lower halves, of which a generator may make all.
+_BETWEEN_LAYERS, _BETWEEN_MICRO_BATCHES = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 class LayerRandomness:
@@ -63,18 +64,19 @@ class LayerRandomness:
             for generator, state in states:
                 _set_state(generator, state)
 
-    def begin_micro_batch(self, key: tuple[int, ...], is_drawn_again: bool) -> int:
+    def begin_micro_batch(self, call: int, m: int, is_drawn_again: bool) -> int:
         """Begin a micro-batch's forward or recompute.
 
         Args:
-            key: Numbers of the call and the micro-batch.
+            call: A seed of the call.
+            m: The micro-batch.
             is_drawn_again: Whether layers that aren't known to draw must find Python's and NumPy's
                 generators as the other time, or will be looked at.
 
         Returns:
             A number for :meth:`seed`.
         """
-        base = seed_of(*key)
+        base = (call + m * _BETWEEN_MICRO_BATCHES) & _MASK
         if is_drawn_again:
             seed_global(_seed_of_layer(base, self._first))
         return base
@@ -139,7 +141,7 @@ def seed_of(*key: int) -> int:
 
 
 def _seed_of_layer(base: int, index: int) -> int:
-    return (base + index * _STRIDE) & _MASK
+    return (base + index * _BETWEEN_LAYERS) & _MASK
 
 
 def seed_global(seed: int) -> None:

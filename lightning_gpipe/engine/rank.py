@@ -42,7 +42,8 @@ class Rank:
         """
         placement = rounds(groups.stages, len(stages))
         links = RankLinks(placement, groups)
-        executor = Executor(stages, links.of_stages, groups.device, trial)
+        in_order = not groups.pipeline.through_host
+        executor = Executor(stages, links.of_stages, groups.device, trial, in_order)
         return cls(groups, placement, links, executor, trial)
 
     @property

@@ -16,7 +16,7 @@ from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, copied
-from lightning_gpipe.engine.randomness import LayerRandomness
+from lightning_gpipe.engine.randomness import LayerRandomness, seed_of
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -28,6 +28,7 @@ class StageCall:
         context: What surrounds the forward.
         modes: Which of the stage's modules were in training.
         count: M.
+        seed: Of its random numbers.
         seeded: The layers before which Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
@@ -38,6 +39,7 @@ class StageCall:
     context: ForwardContext
     modes: tuple[bool, ...]
     count: int
+    seed: int
     seeded: frozenset[int]
     buffers: CallBuffers | None
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
@@ -92,7 +94,8 @@ class Stage:
         self._batch_norm.begin(sizes)
         modes = self._modes()
         seeded = self._randomness.begin(modes)
-        return StageCall(context, modes, len(sizes), seeded, self._buffers.begin(modes))
+        seed = seed_of(*context.key)
+        return StageCall(context, modes, len(sizes), seed, seeded, self._buffers.begin(modes))
 
     def preserved_generators(self) -> AbstractContextManager[None]:
         """Put the layers' own generators back at the end."""
@@ -139,7 +142,7 @@ class Stage:
             given = record.enter(inputs) if trains else copied(inputs)
             before = _marks(given)
             outputs = self._run(m, given, call, is_once=keep_graph)
-            if _marks(given) != before:
+            if before and _marks(given) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
         record.end_forward(inputs, outputs, keep_graph)
         return outputs.detached()
@@ -211,7 +214,7 @@ class Stage:
         value: Any = inputs.value()
         run_layer, randomness, seeded = call.context.run_layer, self._randomness, call.seeded
         looks = m == call.count - 1 and not seeded
-        base = randomness.begin_micro_batch((*call.context.key, m), looks or not is_once)
+        base = randomness.begin_micro_batch(call.seed, m, looks or not is_once)
         try:
             for index, layer in self._layers.items():
                 randomness.seed(base, index, index in seeded)
@@ -252,6 +255,8 @@ _CHANGED_IN_COMMON = (
 
 def _marks(inputs: Tree) -> list[Any]:
     """What tells that a leaf was changed in place that shares memory with another, elsewhere."""
+    if not inputs.in_common:
+        return []
     leaves = [inputs.leaves[i] for i in inputs.in_common]
     return [leaf.tolist() if leaf.is_inference() else leaf._version for leaf in leaves]
 

@@ -1,7 +1,7 @@
 """Schedules on emulated devices: steps against the bound of fill–drain, and against other packages.
 
 Every stage sleeps 5 ms forward, and 5 ms each for the gradients of its input and of its weights, so
-that any number of stages runs truly in parallel on few cores. How long a sleep really is, is
+that any number of stages runs truly in parallel on few cores. How long that really takes, is
 measured by ``ideal`` in the same run: stages without messages. The bound is the length that the
 schedule's simulator finds for these times. A schedule with two stages on each rank has layers of
 half the time.
@@ -93,8 +93,9 @@ def bound_s(result: Result, stages: int, chunks: int, checkpoint: str) -> float:
     """The length of fill–drain with what the stages take without messages."""
     if result.error is not None:
         return float("nan")
-    forward = [_mean(result, rank, ["slept F"]) for rank in range(stages)]
-    backward = [_mean(result, rank, ["slept I", "slept W"]) for rank in range(stages)]
+    forward = [_mean(result, rank, ["F"]) for rank in range(stages)]
+    backward = [_mean(result, rank, ["B"]) for rank in range(stages)]
+    recompute = [_mean(result, rank, ["R"]) for rank in range(stages)] if checkpoint == "always" else forward
     schedule = fill_drain(in_rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
     return simulate(schedule, Costs.of(forward, backward)).length
 
