@@ -71,7 +71,7 @@ class Packet:
             #: What is sent, ``uint8``.
             self.buffer = buffer = host_buffer(end)
             self._parts = [_part(buffer, s, k) for s, k in zip(starts, layout.kinds, strict=True)]
-        self._head = memoryview(buffer.numpy())[: _HEAD.size]
+        self._head = memoryview(buffer.numpy().data)[: _HEAD.size]
 
     def write(self, training: bool, m: int, announced: int, where: Where) -> None:
         """Write the header.
@@ -161,5 +161,3 @@ def _part(buffer: Tensor, start: int, kind: TensorType) -> Tensor:
         return part.set_(storage, place, kind.shape, kind.stride)
     part = torch.empty(0, dtype=torch.uint8, device="cpu")
     return part.set_(storage, start, (kind.nbytes,), (1,))
-
-

@@ -173,7 +173,7 @@ class PipelinedModule:
     def run_steps(
         self,
         kind: str,
-        key: tuple[int, ...],
+        key: tuple[int, int],
         sizes: Sequence[int],
         looks: Sequence[str],
         step: Step,
@@ -190,7 +190,7 @@ class PipelinedModule:
 
     def train_steps(
         self,
-        key: tuple[int, ...],
+        key: tuple[int, int],
         sizes: Sequence[int],
         looks: Sequence[str],
         step: Step,

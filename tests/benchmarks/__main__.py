@@ -14,10 +14,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.benchmarks import emulated
+from tests.benchmarks import compute, document, emulated, overhead, peak_memory
 from tests.benchmarks.report import save, surroundings
 
-SUITES = {"emulated": emulated}
+SUITES = {
+    "emulated": emulated,
+    "compute": compute,
+    "memory": peak_memory,
+    "overhead": overhead,
+    "document": document,
+}
 
 
 def main() -> None:

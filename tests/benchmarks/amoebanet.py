@@ -132,9 +132,7 @@ class Cell(nn.Module):
         x, before = inputs
         states = [self.now(x), self.before(before)]
         for i in range(0, len(self._places), 2):
-            one, other = (
-                self.operations[j](states[self._places[j]]) for j in (i, i + 1)
-            )
+            one, other = (self.operations[j](states[self._places[j]]) for j in (i, i + 1))
             states.append(one + other)
         return torch.cat([states[i] for i in self._out], 1), x
 

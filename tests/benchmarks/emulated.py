@@ -1,4 +1,4 @@
-"""Schedules on emulated devices: steps against the bound of fill–drain, and against other packages.
+"""Schedules on emulated devices: steps against the bound of fill-drain, and other packages.
 
 Every stage sleeps 5 ms forward, and 5 ms each for the gradients of its input and of its weights, so
 that any number of stages runs truly in parallel on few cores. How long that really takes, is
@@ -10,18 +10,14 @@ half the time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from lightning_gpipe.schedule.costs import Costs
-from lightning_gpipe.schedule.gpipe import fill_drain
-from lightning_gpipe.schedule.placement import rounds as in_rounds
-from lightning_gpipe.schedule.simulate import simulate
+from tests.benchmarks.bound import bound_s
 from tests.benchmarks.contestants.deepspeed import deepspeed
 from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import ideal
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
 from tests.benchmarks.report import Table, row_of
-from tests.benchmarks.turns import Contestant, Result, take_turns
+from tests.benchmarks.turns import Contestant, take_turns
 from tests.benchmarks.workloads import emulated
 
 UNIT_S = 0.005
@@ -87,20 +83,3 @@ def _compare(stages: int, chunks: int, checkpoint: str, arguments: argparse.Name
     for name, result in results.items():
         row_of(table, name, result, lambda step_s: [1e3 * step_s, bound / step_s])
     return table
-
-
-def bound_s(result: Result, stages: int, chunks: int, checkpoint: str) -> float:
-    """The length of fill–drain with what the stages take without messages."""
-    if result.error is not None:
-        return float("nan")
-    forward = [_mean(result, rank, ["F"]) for rank in range(stages)]
-    backward = [_mean(result, rank, ["B"]) for rank in range(stages)]
-    recompute = [_mean(result, rank, ["R"]) for rank in range(stages)] if checkpoint == "always" else forward
-    schedule = fill_drain(in_rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
-    return simulate(schedule, Costs.of(forward, backward)).length
-
-
-def _mean(result: Result, rank: int, kinds: Sequence[str]) -> float:
-    """What a rank took, the mean over rounds."""
-    found = [sum(notes[rank][kind][0] for kind in kinds) for notes in result.notes]
-    return sum(found) / len(found)

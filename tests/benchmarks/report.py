@@ -58,9 +58,7 @@ def save(tables: Sequence[Table], path: Path, command: str) -> None:
 
 def surroundings(command: str) -> dict[str, str]:
     """What made figures."""
-    versions = {
-        name: _version(name) for name in ("torch", "lightning", "torchgpipe", "deepspeed")
-    }
+    versions = {name: _version(name) for name in ("torch", "lightning", "torchgpipe", "deepspeed")}
     return {
         "command": command,
         "date": str(date.today()),
@@ -92,4 +90,10 @@ def _accelerator() -> str:
 def _shown(figure: float) -> str:
     if figure != figure:
         return ""
-    return f"{figure:.0f}" if abs(figure) >= 100 else f"{figure:.3g}" if abs(figure) >= 10 else f"{figure:.3f}"
+    return (
+        f"{figure:.0f}"
+        if abs(figure) >= 100
+        else f"{figure:.3g}"
+        if abs(figure) >= 10
+        else f"{figure:.3f}"
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,8 +45,28 @@ class Workload:
         return pieces
 
 
+def with_balance(workload: Workload, stages: int) -> Workload:
+    """The same with its balances found already, in a process of its own.
+
+    What computes before it forks may leave locks behind.
+    """
+    counts = [stages, *([2 * stages] if len(workload.layers()) >= 2 * stages else [])]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        known = pool.submit(_balances, workload, counts).result()
+    return replace(workload, balance=known.__getitem__)
+
+
+def _balances(workload: Workload, counts: Sequence[int]) -> dict[int, list[int]]:
+    torch.set_num_threads(1)
+    return {count: [*workload.balance(count)] for count in counts}
+
+
 def _evenly(count: int) -> Callable[[int], list[int]]:
-    return lambda stages: [(count * (k + 1)) // stages - (count * k) // stages for k in range(stages)]
+    def balance(stages: int) -> list[int]:
+        ends = [count * (k + 1) // stages for k in range(stages)]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    return balance
 
 
 # -------------------------------------------------------------------------- real compute
@@ -113,7 +135,6 @@ def amoebanet(batch: int = 32, cells: int = 6, width: int = 32, size: int = 64) 
     return Workload(
         "AmoebaNet-D", layers, data, nn.functional.cross_entropy, _by_time(layers, data, batch // 8)
     )
-
 
 
 def language_model(
@@ -193,11 +214,13 @@ def _cut(times: Sequence[float], stages: int) -> list[int]:
     best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
     for k in range(1, stages + 1):
         for end in range(k, len(times) + 1):
-            best[k, end] = min(
-                (max(best[k - 1, start][0], sum(times[start:end])), [*best[k - 1, start][1], end - start])
-                for start in range(k - 1, end)
-                if (k - 1, start) in best
-            )
+            found = []
+            for start in range(k - 1, end):
+                if (k - 1, start) in best:
+                    longest, lengths = best[k - 1, start]
+                    longest = max(longest, sum(times[start:end]))
+                    found.append((longest, [*lengths, end - start]))
+            best[k, end] = min(found)
     return best[stages, len(times)][1]
 
 
@@ -269,6 +292,29 @@ class SleepingLayer(nn.Module):
             x = x.detach().requires_grad_()  # the first stage works as long as the others
         result: Tensor = _Input.apply(x, self.unit_s) * _Weight.apply(self.weight, self.unit_s)
         return result
+
+
+class EmptyLayer(nn.Module):
+    """Does next to nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def empty(layers: int = 2, width: int = 16, samples: int = 1) -> Workload:
+    """Layers that do next to nothing: what is left is the engine."""
+
+    def make() -> list[nn.Module]:
+        return [EmptyLayer(width) for _ in range(layers)]
+
+    def data(chunks: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(samples * chunks, width), torch.ones(samples * chunks, width)
+
+    return Workload("empty layers", make, data, nn.functional.mse_loss, _evenly(layers))
 
 
 def emulated(layers: int, unit_s: float, width: int = 64, samples: int = 4) -> Workload:

@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -71,9 +72,22 @@ def two_on_one(left_s: float) -> str:
 
 
 def memory(left_s: float) -> str:
-    """The most memory by recompute mode."""
-    peaks = {mode: run_ranks(runs.peak, 1, mode)[0] / 2**20 for mode in runs.RECOMPUTE}
-    return ", ".join(f"{mode} {peak:.0f} MiB" for mode, peak in peaks.items())
+    """The most memory by recompute mode and M."""
+    peaks = {
+        (mode, chunks): run_ranks(runs.peak, 1, mode, chunks)[0] / 2**20
+        for mode in runs.RECOMPUTE
+        for chunks in (4, 16)
+    }
+    return ", ".join(f"{mode} M={m} {peak:.0f} MiB" for (mode, m), peak in peaks.items())
+
+
+def speed(left_s: float) -> str:
+    """A step of one stage and one micro-batch over a plain Trainer's, the median of rounds."""
+    ratios = []
+    for _ in range(5):
+        plain, one = (run_ranks(runs.step_time, 1, stages)[0] for stages in (None, 1))
+        ratios.append(one / plain)
+    return f"{statistics.median(ratios):.3f} of a plain Trainer's step, {plain * 1e3:.1f} ms"
 
 
 def host_time(left_s: float) -> str:
@@ -87,6 +101,7 @@ CHECKS: dict[str, Callable[[float], str]] = {
     "plain": against_plain,
     "two-on-one": two_on_one,
     "memory": memory,
+    "speed": speed,
     "host-time": host_time,
 }
 

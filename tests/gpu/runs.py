@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from typing import Any
 
@@ -73,6 +74,7 @@ def weights(
     recompute: Any = "except_last",
     backend: str | None = None,
     default_device: str | None = None,
+    chunks: int = 4,
 ) -> dict[str, Tensor]:
     """Train on this rank; returns the weights in host memory.
 
@@ -82,12 +84,13 @@ def weights(
         recompute: Which micro-batches are re-materialized.
         backend: Of the process groups.
         default_device: The default device of the run.
+        chunks: M.
     """
     torch.manual_seed(1)
     module = kind()
     strategy: Any = "auto"
     if stages is not None:
-        strategy = GPipeStrategy(4, checkpoint=recompute, process_group_backend=backend)
+        strategy = GPipeStrategy(chunks, checkpoint=recompute, process_group_backend=backend)
     accelerator = "gpu" if backend == "nccl" else OneGPU()
     run = trainer(max_steps=4, devices=stages or 1, strategy=strategy, accelerator=accelerator)
     torch.set_default_device(default_device)
@@ -98,11 +101,32 @@ def weights(
     return {name: value.cpu() for name, value in copy.deepcopy(module.state_dict()).items()}
 
 
-def peak(recompute: Any) -> int:
+def peak(recompute: Any, chunks: int) -> int:
     """The most memory that training in one stage takes, in bytes."""
     torch.cuda.reset_peak_memory_stats()
-    weights(Wide, 1, recompute)
+    weights(Wide, 1, recompute, chunks=chunks)
     return torch.cuda.max_memory_allocated()
+
+
+class Timed(Wide):
+    """Notes when each step begins, with nothing left to do on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        self.starts.append(time.perf_counter())
+
+
+def step_time(stages: int | None, steps: int = 12) -> float:
+    """Seconds of a step with one micro-batch, the median; None: of a plain Trainer."""
+    module = Timed()
+    strategy: Any = "auto" if stages is None else GPipeStrategy(1, checkpoint="never")
+    trainer(max_steps=steps, devices=1, strategy=strategy, accelerator=OneGPU()).fit(module)
+    pairs = zip(module.starts[2:], module.starts[3:], strict=False)
+    return statistics.median(end - start for start, end in pairs)
 
 
 def host_time(recompute: Any, micro_batches: int = 32, steps: int = 20) -> float:

@@ -26,14 +26,12 @@ def _run(workload: Workload, stages: int, chunks: int, checkpoint: str, turn: Tu
 
     turn.notes = notes
     deepspeed.init_distributed("gloo")
-    layers = workload.layers()
-    longest = max(workload.balance(stages))
     model = PipelineModule(
-        layers=layers,
+        layers=workload.stages(stages),  # balanced as for everybody
         num_stages=stages,
         loss_fn=workload.loss,
         partition_method="uniform",
-        activation_checkpoint_interval=longest if checkpoint == "always" else 0,
+        activation_checkpoint_interval=int(checkpoint == "always"),
     )
     x, target = workload.batch(chunks)
     config = {

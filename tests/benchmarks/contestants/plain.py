@@ -126,5 +126,3 @@ def _detached(value: Any, wants: bool) -> Any:
 def _tensors_backward(y: Any) -> None:
     outputs = y if isinstance(y, tuple) else (y,)
     torch.autograd.backward(outputs, [torch.full_like(t, 1e-3) for t in outputs])
-
-

@@ -1,0 +1,34 @@
+"""The shortest step of a schedule, for what stages take without messages."""
+
+from __future__ import annotations
+
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.placement import rounds as in_rounds
+from lightning_gpipe.schedule.simulate import simulate
+from tests.benchmarks.turns import Result
+
+
+def bound_s(ideal: Result, stages: int, chunks: int, checkpoint: str) -> float:
+    """The length of fill-drain.
+
+    Args:
+        ideal: What :func:`tests.benchmarks.contestants.plain.ideal` measured.
+        stages: K.
+        chunks: M.
+        checkpoint: As the strategy's.
+    """
+    if ideal.error is not None:
+        return float("nan")
+    forward, backward = _means(ideal, stages, "F"), _means(ideal, stages, "B")
+    recompute = _means(ideal, stages, "R") if checkpoint == "always" else forward
+    schedule = fill_drain(in_rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
+    return simulate(schedule, Costs.of(forward, backward, recompute)).length
+
+
+def _means(ideal: Result, stages: int, kind: str) -> list[float]:
+    """Of every stage the mean time of a kind of action, over rounds."""
+    return [
+        sum(notes[rank][kind][0] for notes in ideal.notes) / len(ideal.notes)
+        for rank in range(stages)
+    ]

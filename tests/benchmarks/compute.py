@@ -1,0 +1,114 @@
+"""Real computation on two processes: steps against the bound, and against other packages.
+
+``one process`` accumulates over the micro-batches, with a checkpoint around each stage where
+activations are recomputed. ``ideal`` is every stage by itself, side by side: no messages, no
+waiting. The bound is the length of fill-drain for what the stages take there. DDP and FSDP run half
+of the mini-batch on each process, with the whole model on each.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.benchmarks.bound import bound_s
+from tests.benchmarks.contestants.deepspeed import deepspeed
+from tests.benchmarks.contestants.lightning import gpipe
+from tests.benchmarks.contestants.plain import accumulation, ideal, replicas
+from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
+from tests.benchmarks.contestants.torchgpipe import torchgpipe
+from tests.benchmarks.report import Table, row_of
+from tests.benchmarks.turns import Contestant, take_turns
+from tests.benchmarks.workloads import (
+    Workload,
+    amoebanet,
+    conv_net,
+    language_model,
+    transformer,
+    with_balance,
+)
+
+WORKLOADS = {
+    "transformer": transformer,
+    "conv-net": conv_net,
+    "amoebanet": amoebanet,
+    "language-model": language_model,
+}
+ONE = "one process"
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's own options."""
+    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=[*WORKLOADS])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--checkpoint", nargs="+", default=["always", "never"])
+    parser.add_argument("--only", nargs="+", help="names of contestants, or parts of them")
+    parser.add_argument("--stages", type=int, default=2)
+
+
+def run(arguments: argparse.Namespace) -> list[Table]:
+    """Run the suite."""
+    tables = []
+    for name in arguments.workloads:
+        workload = with_balance(WORKLOADS[name](), arguments.stages)
+        for chunks in arguments.chunks:
+            for checkpoint in arguments.checkpoint:
+                tables.append(_compare(workload, chunks, checkpoint, arguments))
+                print(tables[-1], flush=True)
+    return tables
+
+
+def contestants(workload: Workload, stages: int, chunks: int, checkpoint: str) -> list[Contestant]:
+    """All that can train a workload, besides the yardsticks."""
+    found = [
+        gpipe(workload, stages, chunks, checkpoint),
+        gpipe(workload, stages, chunks, checkpoint, step="micro-batch"),
+    ]
+    if checkpoint == "always":
+        name = "lightning-gpipe, except_last"
+        found.append(gpipe(workload, stages, chunks, "except_last", name))
+    for schedule, virtual in VIRTUAL.items():
+        # zero bubble recomputes every stage twice; a tuple's gradients are not all of its tensors'
+        if (schedule == "ZBVZeroBubble" and checkpoint == "always") or (
+            virtual > 1 and len(workload.layers()) < 2 * stages
+        ):
+            continue
+        found.append(torch_pipelining(workload, stages, chunks, checkpoint, schedule))
+    return [
+        *found,
+        torchgpipe(workload, stages, chunks, checkpoint),
+        deepspeed(workload, stages, chunks, checkpoint),
+    ]
+
+
+def chosen(found: list[Contestant], only: list[str] | None) -> list[Contestant]:
+    """Those whose names were asked for."""
+    return [c for c in found if not only or any(part in c.name for part in only)]
+
+
+def _compare(
+    workload: Workload, chunks: int, checkpoint: str, arguments: argparse.Namespace
+) -> Table:
+    stages = arguments.stages
+    found = [
+        ideal(workload, stages, chunks, checkpoint),
+        accumulation(workload, stages, chunks, checkpoint),
+        *chosen(
+            [
+                *contestants(workload, stages, chunks, checkpoint),
+                replicas(workload, stages, chunks, sharded=False),
+                replicas(workload, stages, chunks, sharded=True),
+            ],
+            arguments.only,
+        ),
+    ]
+    results = take_turns(found, arguments.rounds, arguments.steps, warm_up=6)
+    bound = bound_s(results["ideal"], stages, chunks, checkpoint)
+    one = results[ONE].median_s
+    table = Table(
+        f"{workload.name}, K={stages}, M={chunks}, {checkpoint}",
+        ["step, ms", "speed-up", "of the bound"],
+        [("bound of fill-drain", [1e3 * bound, one / bound, 1.0])],
+    )
+    for name, result in results.items():
+        row_of(table, name, result, lambda s: [1e3 * s, one / s, bound / s])
+    return table

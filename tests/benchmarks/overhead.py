@@ -1,0 +1,204 @@
+"""What the package costs beside the work itself.
+
+``plain``: one stage, one micro-batch, nothing recomputed, against a Trainer without a strategy, on
+a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as it
+is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios.
+``actions``: the engine's time for each forward and backward of a micro-batch of layers that do
+next to nothing, from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's
+time for each micro-batch, from 8 to 512, over the same for 8. ``cut``: from ``fit`` until the first
+step of a model of 1,000 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import pstats
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.engine.executor import Executor
+from tests.benchmarks.contestants.lightning import Module, Turns, gpipe, trainer
+from tests.benchmarks.report import Table
+from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
+from tests.benchmarks.workloads import Workload, conv_net, empty, emulated, transformer
+
+PARTS = ["plain", "norm", "actions", "chunks", "cut"]
+FEW, MANY = 64, 192
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's own options."""
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.set_defaults(rounds=25)
+
+
+def run(arguments: argparse.Namespace) -> list[Table]:
+    """Run the suite."""
+    tables = []
+    for part in arguments.parts:
+        for table in _RUN[part](arguments):
+            tables.append(table)
+            print(table, flush=True)
+    return tables
+
+
+def _plain(arguments: argparse.Namespace) -> list[Table]:
+    workload = transformer(blocks=2, width=128, length=64, batch=32)
+    ours = gpipe(workload, 1, 1, "never", "lightning-gpipe")
+    return [_ratio("One stage, one micro-batch, never", ours, trainer(workload, 1), arguments)]
+
+
+def _norm(arguments: argparse.Namespace) -> list[Table]:
+    workload = conv_net(batch=16)
+    deferred = gpipe(workload, 1, 4, "never", "statistics per mini-batch")
+    as_it_is = gpipe(workload, 1, 4, "never", "nn.BatchNorm", deferred_batch_norm=False)
+    return [_ratio("Batch norm, one stage, M=4", deferred, as_it_is, arguments)]
+
+
+def _ratio(title: str, one: Contestant, other: Contestant, arguments: argparse.Namespace) -> Table:
+    results = take_turns([one, other], arguments.rounds, arguments.steps, warm_up=3)
+    first, second = results[one.name], results[other.name]
+    ratios = [a / b for a, b in zip(first.step_s, second.step_s, strict=False)]
+    table = Table(title, ["step, ms", "ratio, median of rounds"])
+    for name, result, ratio in (
+        (other.name, second, 1.0),
+        (one.name, first, statistics.median(ratios) if ratios else float("nan")),
+    ):
+        table.rows.append((name, result.error or [1e3 * result.median_s, ratio]))
+    return table
+
+
+def _actions(arguments: argparse.Namespace) -> list[Table]:
+    found = {}
+    for stages in (1, 2):
+        for mode in ("mini-batch", "micro-batch"):
+            for chunks in (FEW, MANY):
+                name = f"{stages} {mode} {chunks}"
+                found[name] = gpipe(empty(), stages, chunks, "never", name, step=mode)
+    results = take_turns([*found.values()], min(arguments.rounds, 7), arguments.steps, warm_up=4)
+    table = Table(
+        "Engine time of an action on empty layers, microseconds",
+        ["one stage", "two stages, with messages"],
+    )
+    for mode in ("mini-batch", "micro-batch"):
+        table.rows.append((f"{mode} step", [_slope_us(results, k, mode) for k in (1, 2)]))
+    profile = take_turns([_profiled(1), _profiled(2)], 1, arguments.steps, warm_up=3)
+    for result in profile.values():
+        print(result.notes[-1][0]["profile"] if not result.error else result.error)
+    return [table]
+
+
+def _slope_us(results: dict[str, Result], stages: int, mode: str) -> float:
+    """Microseconds that a forward or a backward more takes."""
+    few, many = (results[f"{stages} {mode} {chunks}"].median_s for chunks in (FEW, MANY))
+    return 1e6 * (many - few) / (2 * (MANY - FEW))
+
+
+def _profiled(stages: int) -> Contestant:
+    inner = gpipe(empty(), stages, MANY, "never", f"profile of {stages}")
+    return Contestant(inner.name, partial(_profile, inner), stages)
+
+
+def _profile(inner: Contestant, turn: Turn) -> None:
+    """Profile what the executor runs."""
+    profile, run_actions = cProfile.Profile(), Executor.run
+
+    def run(self: Executor, *args: Any, **kwargs: Any) -> None:
+        profile.enable()
+        try:
+            run_actions(self, *args, **kwargs)
+        finally:
+            profile.disable()
+
+    def notes() -> dict[str, Any]:
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(25)
+        profile.clear()
+        return {"profile": f"{inner.name} stages, rank {turn.rank}:\n{text.getvalue()}"}
+
+    Executor.run = run  # type: ignore[method-assign]
+    inner.run(_Noting(turn, notes))
+
+
+class _Noting(Turn):
+    """A turn whose notes are not the workload's."""
+
+    def __init__(self, turn: Turn, notes: Any) -> None:
+        self.__dict__ = turn.__dict__ | {"_own_notes": notes}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, self._own_notes if name == "notes" else value)
+
+
+def _chunks(arguments: argparse.Namespace) -> list[Table]:
+    sizes = (8, 32, 128, 512)
+    tables = []
+    for stages in (1, 2):
+        workload = emulated(2, 0.002)
+        found = [gpipe(workload, stages, m, "always", str(m)) for m in sizes]
+        results = take_turns(found, min(arguments.rounds, 5), 1, warm_up=2)
+        table = Table(
+            f"Step time of a micro-batch, K={stages}, always, layers of 2 ms",
+            ["ms: step / (M + K - 1)", "over that for M=8"],
+        )
+        first = results["8"].median_s / (8 + stages - 1)
+        for m in sizes:
+            result = results[str(m)]
+            each = result.median_s / (m + stages - 1)
+            table.rows.append((f"M={m}", result.error or [1e3 * each, each / first]))
+        tables.append(table)
+    return tables
+
+
+def _cut(arguments: argparse.Namespace) -> list[Table]:
+    width, count = 16, 1000
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(width, width) for _ in range(count)]
+
+    workload = Workload("1,000 layers", layers, empty(width=width).batch, nn.functional.mse_loss,
+                        lambda stages: [count // stages] * stages)  # fmt: skip
+    table = Table("Until the first step of a model of 1,000 layers", ["seconds"])
+    for stages in (1, 4):
+        contestant = Contestant("cut", partial(_until_step, workload), stages)
+        result = take_turns([contestant], 1, 1, warm_up=0)["cut"]
+        seconds = max((notes["until"] for notes in result.notes[-1]), default=0.0)
+        table.rows.append((f"K={stages}", result.error or [seconds]))
+    return [table]
+
+
+def _until_step(workload: Workload, turn: Turn) -> None:
+    from torch.utils.data import DataLoader
+
+    from tests.benchmarks.contestants.lightning import Same
+
+    found: dict[str, Any] = {}
+    turn.notes = lambda: found
+    module, start = Module(workload), time.perf_counter()
+
+    class First(L.Callback):
+        def on_before_zero_grad(self, *_: Any) -> None:
+            found.setdefault("until", time.perf_counter() - start)
+
+    L.Trainer(
+        accelerator="cpu",
+        devices=turn.world_size,
+        strategy=GPipeStrategy(8),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[First(), Turns(turn)],
+    ).fit(module, DataLoader(Same(workload.batch(8)), batch_size=None))
+
+
+_RUN = {"plain": _plain, "norm": _norm, "actions": _actions, "chunks": _chunks, "cut": _cut}

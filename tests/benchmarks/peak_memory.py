@@ -1,0 +1,47 @@
+"""Peak memory of each process, of this package and others.
+
+The peak of a process's resident memory above what it was before the model was built: weights,
+gradients, activations and messages. Freed memory goes back at once, so that the peak is of what is
+held, not of what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.benchmarks import compute
+from tests.benchmarks.contestants.plain import accumulation, ideal
+from tests.benchmarks.report import Table
+from tests.benchmarks.turns import take_turns
+from tests.benchmarks.workloads import with_balance
+
+arguments_of = compute.arguments_of
+
+
+def run(arguments: argparse.Namespace) -> list[Table]:
+    """Run the suite."""
+    tables, stages = [], arguments.stages
+    for name in arguments.workloads:
+        workload = with_balance(compute.WORKLOADS[name](), stages)
+        for chunks in arguments.chunks:
+            for checkpoint in arguments.checkpoint:
+                found = [
+                    ideal(workload, stages, chunks, checkpoint),
+                    accumulation(workload, stages, chunks, checkpoint),
+                    *compute.chosen(
+                        compute.contestants(workload, stages, chunks, checkpoint), arguments.only
+                    ),
+                ]
+                results = take_turns(
+                    found, arguments.rounds, arguments.steps, warm_up=6, exact_memory=True
+                )
+                table = Table(
+                    f"{workload.name}, K={stages}, M={chunks}, {checkpoint}: peak, MB",
+                    ["highest", *(f"process {rank}" for rank in range(stages))],
+                )
+                for who, result in results.items():
+                    peaks = result.peak_mb
+                    table.rows.append((who, result.error or [max(peaks), *peaks]))
+                tables.append(table)
+                print(table, flush=True)
+    return tables
