@@ -1,8 +1,8 @@
 """What the package costs beside the work itself.
 
 ``plain``: one stage, one micro-batch, nothing recomputed, against a Trainer without a strategy, on
-a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as it
-is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios.
+a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as
+it is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios.
 ``actions``: the engine's time for each forward and backward of a micro-batch of layers that do
 next to nothing, from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's
 time for each micro-batch, from 8 to 512, over the same for 8. ``cut``: from ``fit`` until the first
