@@ -22,6 +22,7 @@ from lightning_gpipe.tensors import strides
 Kind: TypeAlias = Literal[
     "batch",
     "generators",
+    "call",
     "output",
     "backward",
     "chained gradients",

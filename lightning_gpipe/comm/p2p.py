@@ -5,7 +5,7 @@ then the tensors' bytes; tensors that travel through host memory go in one *pack
 unless they are large. The header says "as the last time in this place", or announces a new
 *signature*: tree, shapes, strides, types. So nothing assumes equal micro-batches or steps. A place
 is a micro-batch of a training or of an evaluating call, since these alternate, and what crosses in
-them differs. The header also says at which call of which step the sender is.
+them differs.
 
 Tensors on the device travel over the data group, tensors in host memory over the headers' group:
 they stay there, because some layers want them there, as ``pack_padded_sequence`` its lengths.
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
-from lightning_gpipe.comm.packet import Layout, Layouts, Packet, Sent, Where
+from lightning_gpipe.comm.packet import Layout, Layouts, Packet, Sent
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.signature import Signature, TensorType
 from lightning_gpipe.tensors import strides
@@ -105,12 +105,10 @@ class Sender:
     Args:
         channel: Its channel.
         under_way: The number of micro-batches that may be under way.
-        where: The call of the backbone at which this rank is.
     """
 
     channel: Channel
     under_way: int = _UNDER_WAY
-    where: Where = (0, 0, 0)
     _layouts: Layouts = field(default_factory=Layouts)
     _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _sent: int = 0
@@ -137,7 +135,7 @@ class Sender:
             self._send_changed(m, tree, signature, training, memory)
         else:
             packet = memory.layout.packet()
-            packet.write(training, m, 0, self.where)
+            packet.write(training, m, 0)
             tensors = tree.tensors()
             if memory.is_packed:
                 packet.fill(tensors)
@@ -162,7 +160,7 @@ class Sender:
         """Send a boundary that isn't as the last time, after what the receiver has posted for."""
         blob, channel = pickle.dumps(signature), self.channel
         packet = memory.layout.packet()
-        packet.write(training, m, len(blob), self.where)
+        packet.write(training, m, len(blob))
         self._post(packet, channel.headers, HEADER)
         for kind in memory.beside(channel):
             wire, group, tag = channel.lane(kind)
@@ -222,15 +220,9 @@ class _Slot:
 
 @dataclass(slots=True)
 class Receiver:
-    """The receiving end of a link.
-
-    Args:
-        channel: Its channel.
-        where: The call of the backbone at which this rank is.
-    """
+    """The receiving end of a link."""
 
     channel: Channel
-    where: Where = (0, 0, 0)
     _layouts: Layouts = field(default_factory=Layouts)
     _memory: dict[_Place, _Memory] = field(default_factory=dict)
     _order: deque[_Place] = field(default_factory=deque)
@@ -319,15 +311,9 @@ class Receiver:
         if slot.signature is not None:
             return slot.signature
         _wait(slot.work)
-        training, m, blob_length, where = slot.packet.read()
+        training, m, blob_length = slot.packet.read()
         if slot.place != (training, m):
             raise self._other_than(slot.place[1], (training, m), slot.place[0])
-        if where != self.where:
-            raise RuntimeError(
-                f"This rank is at call {self.where[2]} of step {self.where[:2]} of the backbone,"
-                f" rank {self.channel.peer} at call {where[2]} of step {where[:2]}. Call the"
-                " backbone on every rank alike, never under `if rank == 0`."
-            )
         signature = slot.memory.signature
         if blob_length:
             blob, work = self._post_beside(blob_length)

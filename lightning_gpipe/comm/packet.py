@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,7 @@ from lightning_gpipe.comm.packing import host_buffer
 from lightning_gpipe.comm.signature import TensorType
 from lightning_gpipe.tensors import strides
 
-#: Numbers that tell at which call of which step a rank is.
-Where: TypeAlias = tuple[int, int, int]
-_HEAD = struct.Struct("<6q")
+_HEAD = struct.Struct("<3q")
 _LAYOUTS = 16
 _ALIGNED = 64  # bytes; a tensor's memory begins at a multiple of them
 
@@ -73,21 +70,20 @@ class Packet:
             self._parts = [_part(buffer, s, k) for s, k in zip(starts, layout.kinds, strict=True)]
         self._head = memoryview(buffer.numpy().data)[: _HEAD.size]
 
-    def write(self, training: bool, m: int, announced: int, where: Where) -> None:
+    def write(self, training: bool, m: int, announced: int) -> None:
         """Write the header.
 
         Args:
             training: Whether the call trains.
             m: The micro-batch.
             announced: Bytes of a new signature.
-            where: The call.
         """
-        self._head[:] = _HEAD.pack(training, m, announced, *where)
+        self._head[:] = _HEAD.pack(training, m, announced)
 
-    def read(self) -> tuple[bool, int, int, Where]:
+    def read(self) -> tuple[bool, int, int]:
         """What was written."""
-        training, m, announced, *where = _HEAD.unpack(self._head)
-        return bool(training), m, announced, (where[0], where[1], where[2])
+        training, m, announced = _HEAD.unpack(self._head)
+        return bool(training), m, announced
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values of tensors into it that have no graph."""

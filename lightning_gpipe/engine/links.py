@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from lightning_gpipe.comm.groups import Crossing, Groups
 from lightning_gpipe.comm.p2p import Receiver, Sender
-from lightning_gpipe.comm.packet import Where
 from lightning_gpipe.engine.executor import Links, Local, Sink, Source
 
 
@@ -22,7 +21,7 @@ class RankLinks:
         self._placement, self._groups = placement, groups
         self._inside: dict[tuple[int, Crossing], Local] = {}
         self._senders: dict[tuple[int, int], Sender] = {}
-        self._receivers: dict[tuple[int, int], Receiver] = {}
+        self._receivers: dict[int, Receiver] = {}  # of activations, by their boundary
         self.of_stages = {
             stage: Links(
                 self._source(stage, stage - 1, "activations"),
@@ -34,18 +33,10 @@ class RankLinks:
             if rank == groups.stage
         }
 
-    def begin(self, where: Where, leads: Mapping[tuple[int, int], int]) -> None:
-        """Begin a call of the backbone.
-
-        Args:
-            where: Which one; must be the same on all ranks.
-            leads: How far senders get ahead of their receivers, by (source, target).
-        """
+    def allow(self, leads: Mapping[tuple[int, int], int]) -> None:
+        """Let senders get so far ahead of their receivers, by (source, target)."""
         for link, sender in self._senders.items():
-            sender.where = where
             sender.allow(leads.get(link, 0))
-        for receiver in self._receivers.values():
-            receiver.where = where
 
     def message_s(self) -> float:
         """Seconds that a boundary takes to another rank, the longest time; collective."""
@@ -60,7 +51,7 @@ class RankLinks:
             if self._groups.stage == low:
                 found.append(there.echo_s(back, self._senders[boundary, boundary + 1].nbytes))
             else:
-                there.answer(back, self._receivers[boundary, boundary + 1].nbytes)
+                there.answer(back, self._receivers[boundary].nbytes)
         return max(found)
 
     def flush(self) -> None:
@@ -74,9 +65,9 @@ class RankLinks:
         boundary, peer = min(stage, neighbour), self._placement[neighbour]
         if peer == self._groups.stage:
             return self._inside.setdefault((boundary, kind), Local())
-        receiver = self._receivers[neighbour, stage] = Receiver(
-            self._groups.channel(peer, boundary, kind)
-        )
+        receiver = Receiver(self._groups.channel(peer, boundary, kind))
+        if kind == "activations":
+            self._receivers[boundary] = receiver
         return receiver
 
     def _sink(self, stage: int, neighbour: int, kind: Crossing) -> Sink | None:

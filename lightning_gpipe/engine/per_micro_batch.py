@@ -103,7 +103,7 @@ class PerMicroBatch:
     def run(
         self,
         kind: str,
-        key: tuple[int, int],
+        key: tuple[int, ...],
         sizes: Sequence[int],
         looks: Sequence[str],
         step: Step,
@@ -132,7 +132,7 @@ class PerMicroBatch:
         weighting = Weighting(sizes, scale)
         running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
-        self._rank.links.begin((*key, 1), plan.leads)
+        self._rank.links.allow(plan.leads)
         self._batch_norm.begin(sizes)
         try:
             with self._rank.executor.preserved_generators(), record_function("gpipe_step"):

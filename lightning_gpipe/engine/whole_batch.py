@@ -84,7 +84,7 @@ class WholeBatch:
         self._chunks = chunks
         self._checkpoint = checkpoint
         self._seed = seed & (2**63 - 1)
-        self._step = (0, 0)
+        self._step: tuple[int, ...] = (0,)
         self._calls_in_step = 0
         self._calls = 0
         self._retain = False
@@ -99,14 +99,13 @@ class WholeBatch:
         batch = self._last()
         return self._executor.graphs(batch) if batch is not None else []
 
-    def begin_step(self, kind: int, number: int) -> None:
+    def begin_step(self, *step: int) -> None:
         """Tell which step comes, for the layers' random numbers.
 
         Args:
-            kind: Tells training from evaluation.
-            number: Tells steps of a kind apart; the same on every stage.
+            step: Numbers that tell steps apart; the same on every stage.
         """
-        self._step = kind, number
+        self._step = step
         self._calls_in_step = 0
         self._steering.begin_step()
 
@@ -169,14 +168,26 @@ class WholeBatch:
         self._calls += 1
         self._calls_in_step += 1
         key = (self._seed, self._groups.replica, *self._step, self._calls_in_step)
+        self._check_call(key)
         context = ForwardContext.current(key, self._groups.device, run_layer)
         plan = self._plan(split)
-        self._links.begin((*self._step, self._calls_in_step), plan.leads)
+        self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
         mini_batch = self._executor.begin(plan, context, split.sizes, source, target)
         if torch.is_grad_enabled():
             self._last = weakref.ref(mini_batch)
         return Call(self._calls, plan, mini_batch, source, target)
+
+    def _check_call(self, key: tuple[int, ...]) -> None:
+        """Check that every stage is at the same call of the same step."""
+        first = self._control.broadcast("call", key, source=0)
+        if first != key:
+            raise RuntimeError(
+                f"Stage {self._groups.stage} (rank {self._groups.ranks[self._groups.stage]}) is at"
+                f" call {key[-1]} of step {key[2:-1]}, stage 0 at call {first[-1]} of step"
+                f" {first[2:-1]}. Call the backbone on every rank alike, never under `if rank =="
+                " 0`."
+            )
 
     def _share_output(self, call: Call, batch: Tree, outline: GetOutline) -> Tree:
         """Merge the last stage's outputs and give them to every stage."""

@@ -57,7 +57,7 @@ class PipelinedModule:
         self._state: Uncut | Pipeline = uncut
         self._groups = surroundings.groups
         self._needs_input = surroundings.settings.needs_input
-        self._step = (0, 0)
+        self._step: tuple[int, ...] = (0,)
         self._lent: list[Slot] = []
         self._is_probing = self._is_weighted = False
         self._redirections.add(uncut.body, self._forward)
@@ -94,19 +94,18 @@ class PipelinedModule:
         """Let the optimizers hold the state of this stage's parameters alone, on its device."""
         self._state.adopt_optimizers()
 
-    def begin_step(self, kind: int, number: int, training: bool = False) -> None:
+    def begin_step(self, *step: int, training: bool = False) -> None:
         """Tell which step comes. Collective over the replicas in training.
 
         Args:
-            kind: Tells training from evaluation.
-            number: Tells steps of a kind apart; the same on every stage.
+            step: Numbers that tell steps apart; the same on every stage.
             training: Whether it trains.
 
         Raises:
             RuntimeError: If layers or parameters changed since the module was cut.
         """
-        self._step = kind, number
-        self._state.begin_step(kind, number, training=training)
+        self._step = step
+        self._state.begin_step(*step, training=training)
 
     def backward(
         self, loss: Tensor, retain: bool, synchronize: bool
@@ -173,7 +172,7 @@ class PipelinedModule:
     def run_steps(
         self,
         kind: str,
-        key: tuple[int, int],
+        key: tuple[int, ...],
         sizes: Sequence[int],
         looks: Sequence[str],
         step: Step,
@@ -190,7 +189,7 @@ class PipelinedModule:
 
     def train_steps(
         self,
-        key: tuple[int, int],
+        key: tuple[int, ...],
         sizes: Sequence[int],
         looks: Sequence[str],
         step: Step,

@@ -152,14 +152,14 @@ class Pipeline:
         """See :meth:`PipelinedModule.adopt_optimizers`."""
         adopt(self.surroundings.optimizers(), self.placement, self.tensors.device)
 
-    def begin_step(self, kind: int, number: int, training: bool) -> None:
+    def begin_step(self, *step: int, training: bool) -> None:
         """See :meth:`PipelinedModule.begin_step`."""
         self.structure.check(self.surroundings.optimizers())
         if self.lending is not None:
             self.lending.forget()
         if training:
             self.shared.before_step()
-        self.engine.begin_step(kind, number)
+        self.engine.begin_step(*step)
 
     def forward(self, input: Any, run_layer: RunLayer) -> Any:
         """See :meth:`Engine.forward`. Collective over the pipeline."""

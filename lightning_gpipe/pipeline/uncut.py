@@ -95,7 +95,7 @@ class Uncut:
     def adopt_optimizers(self) -> None:
         """Do nothing: the backbone is in host memory still, and so is the optimizers' state."""
 
-    def begin_step(self, kind: int, number: int, training: bool) -> None:
+    def begin_step(self, *step: int, training: bool) -> None:
         """Do nothing: there is no engine yet."""
 
     @contextmanager
