@@ -26,8 +26,8 @@ SUITES = {
 }
 
 
-def main() -> None:
-    """Run a suite."""
+def main() -> int:
+    """Run a suite; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,7 +51,8 @@ def main() -> None:
     tables = SUITES[arguments.suite].run(arguments)
     if arguments.save:
         save(tables, arguments.save, command)
+    return int(arguments.suite == "emulated" and emulated.is_wrong(tables, arguments))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

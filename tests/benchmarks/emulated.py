@@ -34,6 +34,12 @@ def run(arguments: argparse.Namespace) -> list[Table]:
     return tables
 
 
+def is_wrong(tables: list[Table], arguments: argparse.Namespace) -> bool:
+    """Whether steps are longer than wanted."""
+    shares = [figures for table in tables for name, figures in table.rows if name == OURS]
+    return any(isinstance(s, str) or not s[1] >= arguments.at_least for s in shares)
+
+
 def arguments_of(parser: argparse.ArgumentParser) -> None:
     """Add the suite's own options."""
     parser.add_argument(
@@ -46,6 +52,12 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint", nargs="+", default=["always", "never"])
     parser.add_argument("--only", nargs="+", help="names of contestants, or parts of them")
+    parser.add_argument(
+        "--at-least",
+        type=float,
+        default=0.0,
+        help="end with 1 where this package's fill-drain is below that share of the bound",
+    )
 
 
 def _contestants(stages: int, chunks: int, checkpoint: str) -> list[Contestant]:

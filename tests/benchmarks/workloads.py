@@ -7,9 +7,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -51,14 +51,19 @@ def with_balance(workload: Workload, stages: int) -> Workload:
     What computes before it forks may leave locks behind.
     """
     counts = [stages, *([2 * stages] if len(workload.layers()) >= 2 * stages else [])]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        known = pool.submit(_balances, workload, counts).result()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_balances, args=(workload, counts, theirs))
+    process.start()
+    theirs.close()
+    known: dict[int, list[int]] = ours.recv()
+    process.join()
     return replace(workload, balance=known.__getitem__)
 
 
-def _balances(workload: Workload, counts: Sequence[int]) -> dict[int, list[int]]:
+def _balances(workload: Workload, counts: Sequence[int], pipe: Connection) -> None:
     torch.set_num_threads(1)
-    return {count: [*workload.balance(count)] for count in counts}
+    pipe.send({count: [*workload.balance(count)] for count in counts})
 
 
 def _evenly(count: int) -> Callable[[int], list[int]]:

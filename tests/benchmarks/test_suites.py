@@ -1,0 +1,81 @@
+"""The benchmarks run and print; how fast things are, ``python -m tests.benchmarks`` tells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.amoebanet import amoebanet_d
+from tests.benchmarks.report import Table
+from tests.benchmarks.turns import Contestant, Turn, take_turns
+
+FEW = ("--rounds", "1", "--steps", "1")
+
+
+def tables(tmp_path: Path, *arguments: str) -> list[Table]:
+    """The tables of a suite."""
+    path = tmp_path / "tables.json"
+    command = [sys.executable, "-m", "tests.benchmarks", *arguments, *FEW, "--save", str(path)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=100)
+    kept = json.loads(path.read_text())
+    found = [Table(t["title"], t["columns"], t["rows"]) for t in kept["tables"]]
+    assert all(str(table) in printed.stdout for table in found)
+    assert "torch" in kept["versions"]
+    return found
+
+
+def test_steps_are_no_shorter_than_the_bound(tmp_path: Path) -> None:
+    only = ("--only", "fill_drain", "torch GPipe")
+    (table,) = tables(tmp_path, "emulated", "--sizes", "2x3", "--checkpoint", "never", *only)
+    shares = {name: figures[1] for name, figures in table.rows}
+    assert set(shares) == {
+        "bound of fill-drain", "ideal", "lightning-gpipe, fill_drain", "torch GPipe",
+    }  # fmt: skip
+    assert all(0 < shares[name] < 1.1 for name in shares if name != "ideal")
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    options = ("--workloads", "conv-net", "--chunks", "4", "--checkpoint", "always")
+    (table,) = tables(tmp_path, "memory", *options, "--only", "mini-batch")
+    assert [name for name, _ in table.rows] == [
+        "ideal", "one process", "lightning-gpipe, mini-batch step",
+    ]  # fmt: skip
+    assert all(peak > 0 for _, figures in table.rows for peak in figures)
+
+
+def fails(turn: Turn) -> None:
+    turn.next()
+    raise ValueError("no such thing")
+
+
+def dies(turn: Turn) -> None:
+    turn.next()
+    sys.exit(0)
+
+
+def runs(turn: Turn) -> None:
+    for _ in turn.rounds():
+        pass
+
+
+def test_a_contestant_that_fails_has_a_word_in_the_table() -> None:
+    found = [Contestant("a", fails, 2), Contestant("b", dies, 1), Contestant("c", runs, 2)]
+    results = take_turns(found, rounds=2, steps=1, warm_up=1)
+    assert results["a"].error == "ValueError: no such thing"
+    assert results["b"].error
+    assert len(results["c"].step_s) == 2
+
+
+@pytest.mark.parametrize(("cells", "width", "count"), [(18, 256, 122_470_120)])
+def test_amoebanet_has_as_many_parameters_as_others_count(
+    cells: int, width: int, count: int
+) -> None:
+    import torch
+
+    with torch.device("meta"):
+        layers = amoebanet_d(cells, width, 1000)
+    assert sum(p.numel() for layer in layers for p in layer.parameters()) == count
