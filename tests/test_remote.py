@@ -163,6 +163,7 @@ def test_what_was_not_told_is_refused_after_the_step() -> None:
         torch.empty(2, device="meta"),
         CPU,
         Origin((0, 1, 0), LAST),  # type: ignore[arg-type]
+        requires_grad=False,
     )
     assert value.shape == (2,)
     for read in (lambda: value + 1, value.tolist, lambda: pickle.dumps(value)):

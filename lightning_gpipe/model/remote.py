@@ -61,16 +61,20 @@ class RemoteTensor(Tensor):
     _gpipe_device: torch.device
 
     @classmethod
-    def like(cls, meta: Tensor, device: torch.device, origin: Origin) -> RemoteTensor:
+    def like(
+        cls, meta: Tensor, device: torch.device, origin: Origin, requires_grad: bool
+    ) -> RemoteTensor:
         """A remote tensor.
 
         Args:
             meta: A tensor on the meta device, of its shape and type.
             device: Where its values will be.
             origin: Where it comes from.
+            requires_grad: Whether it wants a gradient, if its type can have one.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            made = Tensor._make_subclass(cls, meta.detach(), meta.requires_grad)
+            floats = meta.is_floating_point() or meta.is_complex()
+            made = Tensor._make_subclass(cls, meta.detach(), requires_grad and floats)
         made._gpipe_value, made._gpipe_device = None, device
         made.__dict__[_ORIGIN] = origin
         return made

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.remote import (
@@ -49,6 +49,7 @@ _WITHOUT_GRADIENT = {"detach", "detach_"}
 _MOVE_STATISTICS = {"batch_norm", "instance_norm"}
 _OF = "_gpipe_of"
 _NOTHING: frozenset[int] = frozenset()
+_OUTLINES = 1000  # that are remembered
 
 
 @dataclass(slots=True)
@@ -100,6 +101,7 @@ class StepTrace(TorchFunctionMode):
         self.holders = holders
         self._micro_batch = self._calls = self._mark = 0
         self._made: dict[Number, weakref.ref[Tensor]] = {}
+        self._outlines = _Outlines()
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
         self.is_suspended = False
@@ -152,7 +154,7 @@ class StepTrace(TorchFunctionMode):
     def remote(self, meta: Tensor, output: int, where: Where) -> RemoteTensor:
         """A tensor that :meth:`made` is about to number, on a stage that hasn't got it."""
         number = Number(self._micro_batch, self._calls + 1, output)
-        return RemoteTensor.like(meta, self.device, Origin(number, where))
+        return RemoteTensor.like(meta, self.device, Origin(number, where), meta.requires_grad)
 
     def is_here(self, value: Any) -> bool:
         """Whether this stage has all of a value."""
@@ -216,10 +218,11 @@ class StepTrace(TorchFunctionMode):
         if where is None or self.stage in where:
             if _DRAWS.search(name):
                 self._seed(self._micro_batch, self._calls)
-            args, kwargs = tree_map(told, (args, kwargs))
+            if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
+                args, kwargs = tree_map(told, (args, kwargs))
             result = func(*args, **kwargs)
         else:
-            result = self._remotely(func, name, args, kwargs, where)
+            result = self._remotely(func, name, args, kwargs, tensors, where)
         if where is not None or self.uses is not None:
             self._note_all(name, tensors, result, where)
         return result
@@ -263,18 +266,16 @@ class StepTrace(TorchFunctionMode):
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        inputs: list[Tensor],
         where: Where,
     ) -> Any:
-        """Run a function on the meta device."""
+        """Make what a function gives, without its values."""
         device = next((d for d in _devices(args, kwargs) if d.type != "meta"), None)
-        inputs = list(tensors_in((args, kwargs)))
         found = (device_of(tensor) for tensor in inputs)
         to = device or next((d for d in found if d.type != "meta"), self.device)
         wants = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        meta = tree_map(on_meta, (args, kwargs))
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                result = _outline(func, *meta)
+            leaves, spec = self._outlines.of(func, args, kwargs)
         except NotHere:
             raise
         except Exception as error:
@@ -282,17 +283,50 @@ class StepTrace(TorchFunctionMode):
         if writes(name):
             first = args[0] if args else next(iter(kwargs.values()))
             return first  # noted by the caller: its value is another one from now on
-        leaves = tree_flatten(result)[0]
         if not leaves or any(not isinstance(leaf, Tensor) or not leaf.is_meta for leaf in leaves):
             raise NotHere(refusal(name, inputs[0]))
-        keeps = name not in _WITHOUT_GRADIENT
+        keeps = wants and name not in _WITHOUT_GRADIENT
+        origin = Origin(self._number(0), where)
+        made = [RemoteTensor.like(leaf, to, origin, keeps) for leaf in leaves]
+        return tree_unflatten(made, spec)
 
-        def wrap(leaf: Tensor) -> Tensor:
-            floats = leaf.is_floating_point() or leaf.is_complex()
-            leaf.requires_grad_(wants and keeps and floats)
-            return RemoteTensor.like(leaf, to, Origin(self._number(0), where))
 
-        return tree_map(wrap, result)
+class _Outlines:
+    """What functions give, without values: run on the meta device for every kind of arguments once.
+
+    On the meta device many functions are written in Python, and take longer than on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The leaves of a result, and the structure around them."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            try:
+                kind = func, torch.get_default_dtype(), _kind_of(args), _kind_of(kwargs)
+                known = self._known.get(kind)
+            except TypeError:  # an argument can't be hashed
+                return tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
+            if known is None:
+                known = tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
+                if len(self._known) >= _OUTLINES:
+                    self._known.clear()
+                self._known[kind] = known
+            return known
+
+
+def _kind_of(value: Any) -> Any:
+    """What tells arguments apart, but the values of tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_kind_of, value)
+    if isinstance(value, dict):
+        return dict, *((key, _kind_of(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, _kind_of(value.start), _kind_of(value.stop), _kind_of(value.step)
+    return type(value), value
 
 
 def _outline(func: Any, args: Any, kwargs: Any) -> Any:
