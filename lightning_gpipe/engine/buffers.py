@@ -144,8 +144,9 @@ class LayerBuffers:
         if is_last:  # such as a table that was made once
             self._moving &= call.moved | self._silent
 
-    @contextmanager
-    def recompute(self, call: CallBuffers | None, m: int, once_more: bool) -> Iterator[None]:
+    def recompute(
+        self, call: CallBuffers | None, m: int, once_more: bool
+    ) -> AbstractContextManager[None]:
         """Run a micro-batch's recompute inside this context.
 
         Args:
@@ -153,9 +154,10 @@ class LayerBuffers:
             m: The micro-batch.
             once_more: Whether it will be recomputed again.
         """
-        if call is None:
-            yield
-            return
+        return nullcontext() if call is None else self._recompute(call, m, once_more)
+
+    @contextmanager
+    def _recompute(self, call: CallBuffers, m: int, once_more: bool) -> Iterator[None]:
         kept = [(module, dict(module._buffers)) for module in self._modules]
         met = call.of.get(m, {}) if once_more else call.of.pop(m, {})
         copies: dict[int, Tensor] = {}

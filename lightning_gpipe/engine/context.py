@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,17 +51,22 @@ class ForwardContext:
         cls, key: tuple[int, ...], device: torch.device, run_layer: RunLayer
     ) -> ForwardContext:
         """The context of the running step."""
-        autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", device.type))
-        )
-        cache = torch.is_autocast_cache_enabled()
-        kernels = tuple(allowed() for allowed, _ in _KERNELS)
+        autocast = _autocast(dict.fromkeys(("cpu", device.type)))
+        cache, kernels = torch.is_autocast_cache_enabled(), _kernels()
         return cls(key, autocast, cache, run_layer, torch.get_default_dtype(), kernels)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Autocast, the default type and the choice of kernels as they were in the forward."""
+        is_same = (
+            self.default_dtype == torch.get_default_dtype()
+            and self.autocast == _autocast(kind for kind, _, _ in self.autocast)
+            and self.autocast_cache == torch.is_autocast_cache_enabled()
+            and self.kernels == _kernels()
+        )
+        return nullcontext() if is_same else self._restored()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             for (allowed, allow), value in zip(_KERNELS, self.kernels, strict=True):
                 if allowed() != value:
@@ -76,3 +81,14 @@ class ForwardContext:
                     )
                 )
             yield
+
+
+def _kernels() -> tuple[bool, ...]:
+    return tuple(allowed() for allowed, _ in _KERNELS)
+
+
+def _autocast(kinds: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """For each device type whether autocast is on, and its type."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    )

@@ -231,10 +231,13 @@ class Stage:
             randomness.look_at_all(base)
         return Tree.of(value, self._output_name)
 
-    @contextmanager
-    def _in_modes(self, modes: tuple[bool, ...]) -> Iterator[None]:
+    def _in_modes(self, modes: tuple[bool, ...]) -> AbstractContextManager[None]:
         """Put the modules in the modes of the forward."""
         before = self._modes()
+        return nullcontext() if before == modes else self._changed_modes(before, modes)
+
+    @contextmanager
+    def _changed_modes(self, before: tuple[bool, ...], modes: tuple[bool, ...]) -> Iterator[None]:
         try:
             self._set_modes(modes)
             yield
