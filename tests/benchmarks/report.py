@@ -34,10 +34,8 @@ class Table:
         lines = [f"### {self.title}", "", f"| | {' | '.join(self.columns)} |"]
         lines.append("|---" * (len(self.columns) + 1) + "|")
         for name, figures in self.rows:
-            if isinstance(figures, str):
-                cells = [figures, *[""] * (len(self.columns) - 1)]
-            else:
-                cells = [_shown(figure) for figure in figures]
+            cells = [figures] if isinstance(figures, str) else list(map(_shown, figures))
+            cells += [""] * (len(self.columns) - len(cells))
             lines.append(f"| {name} | {' | '.join(cells)} |")
         return "\n".join([*lines, ""])
 
