@@ -152,8 +152,9 @@ def pending() -> int:
     ranks, device = tuple(range(dist.get_world_size())), torch.device("cpu")
     groups = gloo(), dist.new_group(backend=backend.NAME, timeout=timedelta(seconds=30))
     channel = ObjectChannel("stage", dist.get_rank(), ranks, device, groups)
-    output = channel.broadcast("output", torch.ones(100_000), source=1)
-    if output.sum() != 100_000:
+    values = torch.ones(100_000), torch.ones(0, 3)
+    output, empty = channel.broadcast("output", values, source=1)
+    if output.sum() != 100_000 or empty.shape != (0, 3):
         raise AssertionError("the output came back changed")
     held = sum(data.nbytes for _, data in channel._pending)
     channel.flush()

@@ -88,7 +88,8 @@ class ObjectChannel(Peers):
 
         def receive(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
             if group is not self.host:
-                dist.broadcast(buffer, self.ranks[source], group)
+                if buffer.numel():
+                    dist.broadcast(buffer, self.ranks[source], group)
                 return buffer
             self.await_from(parent, buffer)
             if children:  # a copy: the receiver may change what it got
@@ -194,7 +195,7 @@ class ObjectChannel(Peers):
     def _tree(self, source: int) -> tuple[int, list[int]]:
         """From whom a member gets what the source has, and to whom it hands it on.
 
-        A binomial tree: it has as many levels as 2 must be doubled to reach all members.
+        A binomial tree: with every level twice as many have it.
         """
         count = len(self.ranks)
         place = (self.index - source) % count

@@ -144,7 +144,7 @@ def take_turns(
         for contestant in contestants:
             group = _Group(contestant, exact_memory)
             groups[contestant.name] = group
-            results[contestant.name].error = group.wait_all("ready", timeout_s)
+            results[contestant.name].error = group.wait_all(timeout_s)
         for number in range(-warm_up, rounds):
             names = [name for name in groups if results[name].error is None]
             first = number % max(len(names), 1)
@@ -186,19 +186,19 @@ class _Group:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def wait_all(self, what: str, timeout_s: float) -> str | None:
+    def wait_all(self, timeout_s: float) -> str | None:
         """Wait for a word of all processes; returns an error, if there was one."""
         answers, error = self._answers(timeout_s)
-        if error is None and what == "ready" and not self._base_mb:
+        if error is None and not self._base_mb:
             self._base_mb = [float(answer[1]) for answer in answers]
-            return self.wait_all(what, timeout_s)
+            return self.wait_all(timeout_s)
         return error
 
     def turn(self, result: Result, steps: int, counts: bool, timeout_s: float) -> None:
         """Run a turn."""
         for pipe in self._pipes:
             pipe.send(steps)
-        result.error = result.error or self.wait_all("ready", timeout_s)
+        result.error = result.error or self.wait_all(timeout_s)
         if result.error is not None:
             return
         for pipe in self._pipes:
