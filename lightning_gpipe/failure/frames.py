@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _PACKAGE, _, _ = __name__.partition(".")
@@ -17,6 +18,20 @@ _LIBRARIES = (
     "contextlib",
     "threading",
 )
+
+
+@contextmanager
+def frames_of_threads() -> Iterator[dict[int, FrameType]]:
+    """The innermost frame of every thread, while the block runs.
+
+    The caller's frame is among them. Without an end the caller's variables would hold themselves,
+    and what every other thread's functions hold, tensors above all, until Python collects garbage.
+    """
+    frames = sys._current_frames()
+    try:
+        yield frames
+    finally:
+        frames.clear()
 
 
 def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
@@ -40,10 +55,11 @@ def is_users(frame: FrameType) -> bool:
 def place_of(thread: int) -> str:
     """A thread's place: the innermost line of the user's code, and what it called."""
     inner = ""
-    for frame in frames_of(sys._current_frames().get(thread)):
-        code = frame.f_code
-        if not inner and not is_of(frame, DISTRIBUTED):
-            inner = getattr(code, "co_qualname", code.co_name)  # Python 3.11
-        if is_users(frame):
-            return f"{code.co_filename}:{frame.f_lineno} ({code.co_name}), in {inner}"
+    with frames_of_threads() as threads:
+        for frame in frames_of(threads.get(thread)):
+            code = frame.f_code
+            if not inner and not is_of(frame, DISTRIBUTED):
+                inner = getattr(code, "co_qualname", code.co_name)  # Python 3.11
+            if is_users(frame):
+                return f"{code.co_filename}:{frame.f_lineno} ({code.co_name}), in {inner}"
     return inner

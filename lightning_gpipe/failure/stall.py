@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import FrameType
 from typing import Any
 
 from lightning_gpipe.comm import messages
-from lightning_gpipe.failure.frames import DISTRIBUTED, frames_of, is_of
+from lightning_gpipe.failure.frames import DISTRIBUTED, frames_of, frames_of_threads, is_of
 
 _WAITING = (*DISTRIBUTED, messages.__name__.rpartition(".")[0])  # the room of messages, comm
 _BACKWARD = ("torch.autograd",)
@@ -44,16 +43,16 @@ class Stall:
 
     def _idle_threads(self) -> list[int]:
         """The thread, and those whose backward it may wait for; none if nobody waits for a rank."""
-        frames = sys._current_frames()
-        frame = frames.get(self._thread)
-        if frame is None:
-            return []
-        backwards = [
-            thread
-            for thread, other in frames.items()
-            if thread != self._thread and is_of(other, _WAITING) and _runs_backward(other)
-        ]
-        return [self._thread, *backwards] if backwards or is_of(frame, self._waiting) else []
+        with frames_of_threads() as frames:
+            if self._thread not in frames:
+                return []
+            backwards = [
+                thread
+                for thread, frame in frames.items()
+                if thread != self._thread and is_of(frame, _WAITING) and _runs_backward(frame)
+            ]
+            waits = bool(backwards) or is_of(frames[self._thread], self._waiting)
+            return [self._thread, *backwards] if waits else []
 
     def _processor_time(self, thread: int, now: float) -> float:
         return time.clock_gettime(self._clock_of(thread)) if self._clock_of is not None else now

@@ -198,7 +198,7 @@ def _until_step(workload: Workload, turn: Turn) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[First(), Turns(turn)],
-    ).fit(module, DataLoader(Same(workload.batch(8)), batch_size=None))
+    ).fit(module, DataLoader(Same(partial(workload.batch, 8)), batch_size=None))
 
 
 _RUN = {"plain": _plain, "norm": _norm, "actions": _actions, "chunks": _chunks, "cut": _cut}

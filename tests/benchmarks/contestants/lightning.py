@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import lightning as L
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpipe import GPipeStrategy
 from tests.benchmarks.turns import Contestant, Turn
@@ -45,15 +45,17 @@ class Turns(L.Callback):
         self._left -= 1
 
 
-class Same(IterableDataset[Any]):
-    """The same mini-batch for ever."""
+class Same(Dataset[Any]):
+    """The same mini-batch again and again, made by who reads it first."""
 
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = cache(make)
 
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._batch
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make()
 
 
 def gpipe(
@@ -92,4 +94,4 @@ def _train(workload: Workload, chunks: int, strategy: Any, turn: Turn) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Turns(turn)],
-    ).fit(Module(workload), DataLoader(Same(workload.batch(chunks)), batch_size=None))
+    ).fit(Module(workload), DataLoader(Same(partial(workload.batch, chunks)), batch_size=None))
