@@ -1,13 +1,14 @@
 """What ranks tell each other: objects, decisions, sums.
 
 Every object says what it is, so that ranks that don't run the same step get an error instead of
-each other's data. It takes one message, besides its large tensors, and the source doesn't wait.
+each other's data. It takes one message, besides its large tensors, and the source waits for these
+alone to arrive: so it keeps no copies of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -46,11 +47,12 @@ Kind: TypeAlias = Literal[
     "optimizer state",
 ]
 _T = TypeVar("_T")
+_Sent: TypeAlias = tuple[dist.Work, Tensor]  # with what is sent, which must live as long
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
 # That takes no time once so many others were sent, because the members run the same step.
 _UNDER_WAY = 64  # messages
-_HELD = 1 << 20  # bytes
+_HELD = 1 << 20  # bytes; a larger tensor isn't copied to be sent
 
 
 class RemoteError(RuntimeError):
@@ -61,7 +63,7 @@ class RemoteError(RuntimeError):
 class ObjectChannel(Peers):
     """Objects between peers."""
 
-    _pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _pending: deque[_Sent] = field(default_factory=deque)
 
     def broadcast(self, kind: Kind, value: Any, source: int) -> Any:
         """Give every member an object. Collective.
@@ -85,6 +87,7 @@ class ObjectChannel(Peers):
             self._broadcast_from_here(kind, value)
             return value
         parent, children = self._tree(source)
+        under_way: list[_Sent] = []
 
         def receive(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
             if group is not self.host:
@@ -92,11 +95,12 @@ class ObjectChannel(Peers):
                     dist.broadcast(buffer, self.ranks[source], group)
                 return buffer
             self.await_from(parent, buffer)
-            if children:  # a copy: the receiver may change what it got
-                self._post_to(children, buffer.clone())
+            self._hand_out(children, buffer, under_way)
             return buffer
 
-        return self._unpack(kind, source, receive, self.device)
+        received = self._unpack(kind, source, receive, self.device)
+        _wait_for(under_way)
+        return received
 
     def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
         """Let the first member decide, and all know. Collective.
@@ -180,17 +184,33 @@ class ObjectChannel(Peers):
     def _broadcast_from_here(self, kind: Kind, value: Any) -> None:
         blob, tensors = packing.pack(value, self.is_in_host)
         children = self._tree(self.index)[1]
+        under_way: list[_Sent] = []
         for part in packing.frames(_KINDS.index(kind), blob):
             self._post_to(children, part)
         for tensor in tensors:
             part = strides.to_bytes(tensor)
             if self.is_in_host(tensor.device.type):
-                # a copy: the caller may change the tensor while it is under way
-                self._post_to(children, part.to(HOST, copy=True))
+                self._hand_out(children, part.to(HOST), under_way)
             elif part.numel():
                 # no copy: what changes or frees the tensor comes later on the device's stream,
                 # which waits here, while the host goes on
                 dist.broadcast(part, self.ranks[self.index], self.data)
+        _wait_for(under_way)
+
+    def _hand_out(self, members: Sequence[int], data: Tensor, under_way: list[_Sent]) -> None:
+        """Send memory that the caller may change later.
+
+        A copy of what is small; what is large itself, and the caller waits until it has arrived.
+
+        Args:
+            members: To whom.
+            data: In host memory.
+            under_way: Takes what the caller must wait for.
+        """
+        if data.nbytes <= _HELD:
+            self._post_to(members, data.clone() if members else data)
+        else:
+            under_way += self._posted(members, data)
 
     def _tree(self, source: int) -> tuple[int, list[int]]:
         """From whom a member gets what the source has, and to whom it hands it on.
@@ -207,8 +227,11 @@ class ObjectChannel(Peers):
         """Send host memory without waiting for it to arrive."""
         while len(self._pending) > _UNDER_WAY or sum(d.nbytes for _, d in self._pending) > _HELD:
             self._pending.popleft()[0].wait()  # raises what went wrong
+        self._pending.extend(self._posted(members, data))
+
+    def _posted(self, members: Sequence[int], data: Tensor) -> list[_Sent]:
         works = [self.post(data, to) for to in members]
-        self._pending.extend((work, data) for work in works if work is not None)
+        return [(work, data) for work in works if work is not None]
 
     def _unpack(
         self,
@@ -235,6 +258,11 @@ class ObjectChannel(Peers):
             return data if device_type == "cpu" else data.to(device)
 
         return packing.unpack(blob, fetch)
+
+
+def _wait_for(sent: Iterable[_Sent]) -> None:
+    for work, _ in sent:
+        work.wait()
 
 
 def _powers_below(limit: int) -> Iterator[int]:

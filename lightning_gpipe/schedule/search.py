@@ -41,8 +41,8 @@ def search(
     of weights. The search tries several numbers of micro-batches under way, whole and split
     backwards, and compares with fill-drain and 1F1B. Of what is short, within 2 %, it takes what
     holds the fewest activations, and then what has the fewest actions. What it finds is no more
-    than 2 % longer than those of them that keep the limit. Forwards, backwards and the backwards of weights run in the order of
-    micro-batches in every stage.
+    than 2 % longer than those of them that keep the limit. Forwards, backwards and the backwards of
+    weights run in the order of micro-batches in every stage.
 
     Args:
         placement: For each stage its rank.
