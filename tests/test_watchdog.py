@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.failure.deadlines import Deadlines
+from lightning_gpipe.failure.frames import place_of
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.failure.stall import Stall
 from lightning_gpipe.failure.watchdog import Watchdog
@@ -250,3 +253,29 @@ def test_gloo_takes_the_interface_that_nccl_is_told(
     assert rendezvous.gloo_interface() is None, "the user's choice stays"
     text = str(rendezvous.explain_connections(RuntimeError("connect failed")))
     assert "Set GLOO_SOCKET_IFNAME" in text
+
+
+def test_a_look_at_a_thread_holds_nothing_of_its_functions() -> None:
+    """A step's tensors are gone after it, though the watchdog looked while it ran."""
+    found: list[weakref.ref[Any]] = []
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def step() -> None:
+        tensor = torch.ones(3)
+        found.append(weakref.ref(tensor))
+        is_inside.set()
+        may_leave.wait(10)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert is_inside.wait(10)
+    gc.disable()
+    try:
+        assert thread.ident is not None
+        Stall(thread.ident, waits_in_backward=True).seconds()
+        place_of(thread.ident)
+        may_leave.set()
+        thread.join(10)
+        assert found[0]() is None
+    finally:
+        gc.enable()

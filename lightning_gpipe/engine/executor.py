@@ -250,21 +250,25 @@ class Executor:
         try:
             if self._in_order:
                 self._post_receives(action, batch)
-            match action.op:
-                case "F":
-                    self._forward(action, batch)
-                    self._expect_gradients(action.stage, batch)
-                case "R":
-                    self._recompute(action, batch, retain)
-                case "B":
-                    self._backward(action, batch, retain, also)
-                case "I":
-                    self._backward(action, batch)
-                case "W":
-                    self._backward_weights(action, batch)
+            with self.watch.whole(action.stage, action.op):
+                self._do(action, batch, retain, also)
         except RuntimeError:
             self._trial.end()
             raise
+
+    def _do(self, action: Action, batch: MiniBatch, retain: bool, also: Tensor | None) -> None:
+        match action.op:
+            case "F":
+                self._forward(action, batch)
+                self._expect_gradients(action.stage, batch)
+            case "R":
+                self._recompute(action, batch, retain)
+            case "B":
+                self._backward(action, batch, retain, also)
+            case "I":
+                self._backward(action, batch)
+            case "W":
+                self._backward_weights(action, batch)
 
     def _forward(self, action: Action, batch: MiniBatch) -> None:
         index, _, m = action

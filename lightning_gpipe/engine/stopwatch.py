@@ -30,7 +30,23 @@ class Stopwatch:
         self._since: _Mark = None
         self._actions: _Spans = defaultdict(list)
         self._outside: _Spans = defaultdict(list)
+        self._beside: dict[tuple[int, Op], list[float]] = defaultdict(list)
+        self._worked = 0.0
         self.is_on = False
+
+    def whole(self, stage: int, op: Op) -> AbstractContextManager[None]:
+        """Run all that belongs to an action inside this context, such as its messages.
+
+        What the processor does beside the layers' work counts as a part of the action. A GPU
+        doesn't wait for it.
+        """
+        return self._whole(stage, op) if self.is_on and not self._on_cuda else nullcontext()
+
+    @contextmanager
+    def _whole(self, stage: int, op: Op) -> Iterator[None]:
+        begin, self._worked = time.thread_time(), 0.0
+        yield
+        self._beside[stage, op].append(time.thread_time() - begin - self._worked)
 
     def action(self, stage: int, op: Op) -> AbstractContextManager[None]:
         """Run an action inside this context."""
@@ -38,8 +54,9 @@ class Stopwatch:
 
     @contextmanager
     def _action(self, stage: int, op: Op) -> Iterator[None]:
-        begin = self._now()
+        begin, worked = self._now(), time.thread_time()
         yield
+        self._worked += time.thread_time() - worked
         if self.is_on:
             self._actions[stage, op].append((begin, self._now()))
 
@@ -64,7 +81,10 @@ class Stopwatch:
         for key, spans in self._outside.items():  # several a micro-batch
             total = sum(map(self._seconds, spans))
             found[key] = found.get(key, 0.0) + total / max(len(self._actions[key]), 1)
+        for key, seconds in self._beside.items():
+            found[key] = found.get(key, 0.0) + statistics.median(seconds)
         self.is_on = False
+        self._beside.clear()
         self._actions.clear()
         self._outside.clear()
         return found
