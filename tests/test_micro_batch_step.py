@@ -130,6 +130,7 @@ def of_case(case: str, layouts: list[tuple[int, int, Any, str]]) -> list[dict[st
     return states
 
 
+@pytest.mark.timeout(1800 if "WHOLE_TABLE" in os.environ else 300)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_equal_a_plain_trainers(case: str) -> None:
     wanted = expected(case)

@@ -260,6 +260,14 @@ def test_what_the_search_reaches(
     assert held(found) <= limit
 
 
+@pytest.mark.parametrize("micro_batches", [8, 32])
+def test_the_search_holds_no_more_than_it_gains_by(micro_batches: int) -> None:
+    """Two ranks are as fast with half a micro-batch's activations, those of one of two stages."""
+    found = search(rounds(2, 2), micro_batches, "always", Costs.of([1.0] * 4), limit=2)
+    assert held(found) == 0.5
+    assert not any(action.op == "W" for program in found.programs for action in program)
+
+
 def random_case(number: int) -> tuple[tuple[int, ...], int, Checkpoint, Costs, float]:
     draw = random.Random(number)
     ranks, virtual = draw.randint(1, 6), draw.choice((1, 1, 2, 3))
@@ -292,7 +300,8 @@ def test_fuzz_of_searched_programs(number: int) -> None:
             others.append(one_f_one_b(placement, micro_batches, mode))
         for other in others:
             if held(other) <= limit:
-                assert length <= simulate(other, costs).length + 1e-9, case
+                slack = 1.0 if mode == "never" else 1.02  # for what holds less
+                assert length <= slack * simulate(other, costs).length + 1e-9, case
         for program in found.programs:
             for stage in range(len(placement)):
                 for ops in ("F", "BI", "BW"):

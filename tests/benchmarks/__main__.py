@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.benchmarks import compute, document, emulated, overhead, peak_memory
-from tests.benchmarks.report import save, surroundings
+from tests.benchmarks.report import Table, save, surroundings
 
 SUITES = {
     "emulated": emulated,
@@ -48,9 +48,12 @@ def main() -> int:
     command = f"python -m tests.benchmarks {shlex.join(sys.argv[1:])}"
     for name, value in surroundings(command).items():
         print(f"{name}: {value}")
-    tables = SUITES[arguments.suite].run(arguments)
-    if arguments.save:
-        save(tables, arguments.save, command)
+    tables: list[Table] = []
+    for table in SUITES[arguments.suite].run(arguments):
+        print(table, flush=True)
+        tables.append(table)
+        if arguments.save:  # a suite takes long: keep what is there
+            save(tables, arguments.save, command)
     return int(arguments.suite == "emulated" and emulated.is_wrong(tables, arguments))
 
 

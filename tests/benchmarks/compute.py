@@ -9,6 +9,7 @@ of the mini-batch on each process, with the whole model on each.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from tests.benchmarks.bound import bound_s
 from tests.benchmarks.contestants.deepspeed import deepspeed
@@ -45,16 +46,13 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, default=2)
 
 
-def run(arguments: argparse.Namespace) -> list[Table]:
+def run(arguments: argparse.Namespace) -> Iterator[Table]:
     """Run the suite."""
-    tables = []
     for name in arguments.workloads:
         workload = with_balance(WORKLOADS[name](), arguments.stages)
         for chunks in arguments.chunks:
             for checkpoint in arguments.checkpoint:
-                tables.append(_compare(workload, chunks, checkpoint, arguments))
-                print(tables[-1], flush=True)
-    return tables
+                yield _compare(workload, chunks, checkpoint, arguments)
 
 
 def contestants(workload: Workload, stages: int, chunks: int, checkpoint: str) -> list[Contestant]:

@@ -16,8 +16,8 @@ SUITES = {
         "Schedules on emulated devices",
         "Any number of stages runs truly in parallel, because layers sleep: 5 ms forward, 10 ms"
         " backward. The bound is the length of fill-drain for what the stages take by themselves;"
-        " other schedules may be shorter. *searched* runs two stages on each rank, the step once"
-        " per micro-batch.",
+        " other schedules may be shorter. *searched* runs the step once per micro-batch, with one"
+        " stage on each rank (V=1) or two.",
         ("of the bound", "longer is better"),
     ),
     "compute": (

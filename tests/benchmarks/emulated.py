@@ -10,6 +10,7 @@ half the time.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from tests.benchmarks.bound import bound_s
 from tests.benchmarks.contestants.deepspeed import deepspeed
@@ -24,14 +25,11 @@ UNIT_S = 0.005
 OURS, SEARCHED = "lightning-gpipe, fill_drain", "lightning-gpipe, searched"
 
 
-def run(arguments: argparse.Namespace) -> list[Table]:
+def run(arguments: argparse.Namespace) -> Iterator[Table]:
     """Run the suite."""
-    tables = []
     for stages, chunks in arguments.sizes:
         for checkpoint in arguments.checkpoint:
-            tables.append(_compare(stages, chunks, checkpoint, arguments))
-            print(tables[-1], flush=True)
-    return tables
+            yield _compare(stages, chunks, checkpoint, arguments)
 
 
 def is_wrong(tables: list[Table], arguments: argparse.Namespace) -> bool:
@@ -65,11 +63,20 @@ def _contestants(stages: int, chunks: int, checkpoint: str) -> list[Contestant]:
     found = [
         ideal(one, stages, chunks, checkpoint),
         gpipe(one, stages, chunks, checkpoint, OURS, schedule="fill_drain"),
-        gpipe(
-            two, stages, chunks, checkpoint, SEARCHED,
-            schedule="searched", virtual_stages=2, step="micro-batch",
-        ),
-    ]  # fmt: skip
+    ]
+    for virtual, workload in ((1, one), (2, two)):
+        found.append(
+            gpipe(
+                workload,
+                stages,
+                chunks,
+                checkpoint,
+                f"{SEARCHED}, V={virtual}",
+                schedule="searched",
+                virtual_stages=virtual,
+                step="micro-batch",
+            )
+        )
     for schedule, virtual in VIRTUAL.items():
         if schedule == "ZBVZeroBubble" and checkpoint == "always":
             continue  # it computes every stage twice more

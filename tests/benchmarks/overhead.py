@@ -17,6 +17,7 @@ import io
 import pstats
 import statistics
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,14 +41,10 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rounds=25)
 
 
-def run(arguments: argparse.Namespace) -> list[Table]:
+def run(arguments: argparse.Namespace) -> Iterator[Table]:
     """Run the suite."""
-    tables = []
     for part in arguments.parts:
-        for table in _RUN[part](arguments):
-            tables.append(table)
-            print(table, flush=True)
-    return tables
+        yield from _RUN[part](arguments)
 
 
 def _plain(arguments: argparse.Namespace) -> list[Table]:
@@ -125,17 +122,8 @@ def _profile(inner: Contestant, turn: Turn) -> None:
         return {"profile": f"{inner.name} stages, rank {turn.rank}:\n{text.getvalue()}"}
 
     Executor.run = run  # type: ignore[method-assign]
-    inner.run(_Noting(turn, notes))
-
-
-class _Noting(Turn):
-    """A turn whose notes are not the workload's."""
-
-    def __init__(self, turn: Turn, notes: Any) -> None:
-        self.__dict__ = turn.__dict__ | {"_own_notes": notes}
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, self._own_notes if name == "notes" else value)
+    turn.notes.append(notes)
+    inner.run(turn)
 
 
 def _chunks(arguments: argparse.Namespace) -> list[Table]:
@@ -181,7 +169,7 @@ def _until_step(workload: Workload, turn: Turn) -> None:
     from tests.benchmarks.contestants.lightning import Same
 
     found: dict[str, Any] = {}
-    turn.notes = lambda: found
+    turn.notes.append(lambda: found)
     module, start = Module(workload), time.perf_counter()
 
     class First(L.Callback):

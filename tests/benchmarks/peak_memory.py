@@ -8,6 +8,7 @@ held, not of what the allocator keeps.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from tests.benchmarks import compute
 from tests.benchmarks.contestants.plain import accumulation, ideal
@@ -18,9 +19,9 @@ from tests.benchmarks.workloads import with_balance
 arguments_of = compute.arguments_of
 
 
-def run(arguments: argparse.Namespace) -> list[Table]:
+def run(arguments: argparse.Namespace) -> Iterator[Table]:
     """Run the suite."""
-    tables, stages = [], arguments.stages
+    stages = arguments.stages
     for name in arguments.workloads:
         workload = with_balance(compute.WORKLOADS[name](), stages)
         for chunks in arguments.chunks:
@@ -42,6 +43,4 @@ def run(arguments: argparse.Namespace) -> list[Table]:
                 for who, result in results.items():
                     peaks = result.peak_mb
                     table.rows.append((who, result.error or [max(peaks), *peaks]))
-                tables.append(table)
-                print(table, flush=True)
-    return tables
+                yield table

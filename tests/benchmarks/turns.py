@@ -46,8 +46,8 @@ class Turn:
     def __init__(self, pipe: Connection, rank: int, world_size: int) -> None:
         self._pipe = pipe
         self.rank, self.world_size = rank, world_size
-        #: What the contestant says of itself at the end of each round, such as seconds slept.
-        self.notes: Callable[[], dict[str, Any]] = dict
+        #: Give what the contestant says of itself at the end of each round, such as seconds slept.
+        self.notes: list[Callable[[], dict[str, Any]]] = []
         self._start: float | None = None
 
     def next(self) -> int:
@@ -58,7 +58,8 @@ class Turn:
         if self._start is not None:
             end = time.perf_counter()
             peak = memory_mb("VmHWM")
-            self._pipe.send((self._start, end, peak, self.notes()))
+            said = {name: value for notes in self.notes for name, value in notes().items()}
+            self._pipe.send((self._start, end, peak, said))
         else:
             self._pipe.send("ready")
         steps = self._pipe.recv()

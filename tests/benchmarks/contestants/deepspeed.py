@@ -24,7 +24,7 @@ def _run(workload: Workload, stages: int, chunks: int, checkpoint: str, turn: Tu
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    turn.notes = notes
+    turn.notes.append(notes)
     deepspeed.init_distributed("gloo")
     model = PipelineModule(
         layers=workload.stages(stages),  # balanced as for everybody

@@ -83,7 +83,7 @@ def trainer(workload: Workload, chunks: int) -> Contestant:
 
 
 def _train(workload: Workload, chunks: int, strategy: Any, turn: Turn) -> None:
-    turn.notes = notes
+    turn.notes.append(notes)
     L.Trainer(
         accelerator="cpu",
         devices=turn.world_size,

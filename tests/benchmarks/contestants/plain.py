@@ -35,7 +35,7 @@ def replicas(workload: Workload, count: int, chunks: int, sharded: bool) -> Cont
 
 
 def _ideal(workload: Workload, stages: int, chunks: int, checkpoint: str, turn: Turn) -> None:
-    turn.notes = notes
+    turn.notes.append(notes)
     pieces = workload.stages(stages)
     parts, targets = _parts(workload, chunks)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def _ideal(workload: Workload, stages: int, chunks: int, checkpoint: str, turn: 
 
 
 def _accumulate(workload: Workload, stages: int, chunks: int, checkpoint: str, turn: Turn) -> None:
-    turn.notes = notes
+    turn.notes.append(notes)
     pieces = workload.stages(stages)
     parts, targets = _parts(workload, chunks)
     optimizer = SGD([p for piece in pieces for p in piece.parameters()], lr=LR)
@@ -84,7 +84,7 @@ def _accumulate(workload: Workload, stages: int, chunks: int, checkpoint: str, t
 
 
 def _replicas(workload: Workload, chunks: int, sharded: bool, turn: Turn) -> None:
-    turn.notes = notes
+    turn.notes.append(notes)
     dist.init_process_group("gloo")
     layers = workload.layers()
     model: nn.Module

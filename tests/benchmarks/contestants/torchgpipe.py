@@ -20,7 +20,7 @@ def torchgpipe(workload: Workload, stages: int, chunks: int, checkpoint: str) ->
 def _run(workload: Workload, stages: int, chunks: int, checkpoint: str, turn: Turn) -> None:
     from torchgpipe import GPipe
 
-    turn.notes = notes
+    turn.notes.append(notes)
     model = GPipe(
         nn.Sequential(*workload.layers()),
         balance=[*workload.balance(stages)],
