@@ -141,7 +141,7 @@ class PerSample:
                 value = run_layer_on_meta(layer, run_layer, index, value)
         output = Tree.of(value, "The backbone's output")
         tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in output.leaves)
-        return output, [
+        return output.detached(), [
             None if leaf is None or origins.is_of_batch(leaf) else origins.recipe(leaf)
             for leaf in tensors
         ]

@@ -1,0 +1,130 @@
+"""What a rank really holds of activations is what its schedule's simulation says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.schedule.checkpoint import Checkpoint
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
+from lightning_gpipe.schedule.placement import rounds
+from lightning_gpipe.schedule.simulate import simulate
+from tests.ranks import run_ranks
+from tests.training import train
+
+MICRO_BATCHES, STAGES, VIRTUAL = 6, 3, 2
+PLACEMENT = rounds(STAGES, VIRTUAL)
+
+
+class Held:
+    """Lives as long as a graph."""
+
+    now = most = 0
+
+    def __init__(self) -> None:
+        Held.now += 1
+        Held.most = max(Held.most, Held.now)
+
+    def __del__(self) -> None:
+        Held.now -= 1
+
+
+class Add(torch.autograd.Function):
+    """Adds a weight, and holds what it is given until its graph is gone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, held: Held | None) -> Tensor:
+        ctx.held = held
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, gradient.sum(0), None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Add.apply(x, self.weight, Held() if torch.is_grad_enabled() else None)
+        return result
+
+
+class Module(L.LightningModule):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(Layer() for _ in range(layers)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output: Tensor = self.backbone(batch)
+        return output.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return torch.ones(3, 2 * MICRO_BATCHES, 4)
+
+
+class Watch(L.Callback):
+    """Counts from the second step on, when the module is cut; Python collects no garbage."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        gc.disable()
+        Held.most = 0
+        self.left.append(Held.now)
+
+    def on_train_end(self, *_: Any) -> None:
+        gc.enable()
+
+
+def held(checkpoint: Checkpoint, **options: Any) -> tuple[int, int]:
+    """How many a rank held at most in a step, and how many were left after one."""
+    watch = Watch()
+    strategy = GPipeStrategy(
+        MICRO_BATCHES,
+        stages=STAGES,
+        virtual_stages=VIRTUAL,
+        checkpoint=checkpoint,
+        balance=[1] * len(PLACEMENT),
+        **options,
+    )
+    train(
+        Module(len(PLACEMENT)), max_epochs=1, devices=STAGES, strategy=strategy, callbacks=[watch]
+    )
+    return Held.most, watch.left[-1]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", 0.5, "never"])
+def test_mini_batch_step(checkpoint: Checkpoint) -> None:
+    said = simulate(fill_drain(PLACEMENT, MICRO_BATCHES, checkpoint))
+    found = run_ranks(held, STAGES, checkpoint)
+    assert found == [(most, 0) for most in said.peak_graphs]
+
+
+def in_micro_batches(checkpoint: Checkpoint, schedule: str) -> tuple[int, int]:
+    return held(checkpoint, step="micro-batch", schedule=schedule)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_micro_batch_step(checkpoint: Checkpoint, schedule: str) -> None:
+    if schedule == "1f1b":
+        programs = one_f_one_b(PLACEMENT, MICRO_BATCHES, checkpoint)
+    else:
+        programs = fill_drain(PLACEMENT, MICRO_BATCHES, checkpoint, ascending=True)
+    said = simulate(programs)
+    found = run_ranks(in_micro_batches, STAGES, checkpoint, schedule)
+    assert found == [(most, 0) for most in said.peak_graphs]
