@@ -10,8 +10,8 @@ from lightning_gpipe.schedule.costs import Costs
 
 #: Mini-batches before the measurement, in which memory is allocated and kernels are chosen.
 _WARM_UP = 1
-#: Mini-batches that are measured.
-_MEASURED = 3
+#: Mini-batches that are measured with split backwards, and then with whole ones.
+_SPLIT, _WHOLE = 2, 2
 
 
 class Measuring:
@@ -36,8 +36,11 @@ class Measuring:
             return
         if self._mini_batches == _WARM_UP:
             watch.is_on = True
-        elif self._mini_batches == _WARM_UP + _MEASURED:
-            self._is_wanted = False
+        elif self._mini_batches == _WARM_UP + _SPLIT:
+            self._schedules.splits = False
+            steps.make_new_schedules()
+        elif self._mini_batches == _WARM_UP + _SPLIT + _WHOLE:
+            self._is_wanted, self._schedules.splits = False, True
             own = watch.take(), self._rank.executor.unsplit, self._rank.links.message_s()
             found = self._groups.pipeline.gather(own)
             found = self._groups.decide("costs", lambda: found)

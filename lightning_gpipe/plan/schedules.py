@@ -27,6 +27,7 @@ class Schedules:
         replicas: D. With several a stage's last backward is whole, for the reducer to see it.
         costs: What the actions take, as far as it is known.
         whole: Stages whose backward can't be split.
+        splits: Whether a backward is split at all.
     """
 
     settings: Settings
@@ -34,6 +35,7 @@ class Schedules:
     replicas: int
     costs: Costs
     whole: frozenset[int] = frozenset()
+    splits: bool = True
 
     @property
     def depends_on_costs(self) -> bool:
@@ -70,7 +72,7 @@ class Schedules:
             checkpoint,
             self.costs,
             self._limit(micro_batches),
-            self.whole,
+            self.whole if self.splits else frozenset(range(len(self.placement))),
             joins_last=self.replicas > 1,
         )
 

@@ -21,9 +21,9 @@ from lightning_gpipe.schedule.simulate import peak_graphs, simulate
 _FACTORS = 0.5, 1.0, 1.5, 2.0, math.inf
 #: What a rank may hold, in shares of the limit.
 _SHARES = 1.0, 0.75, 0.5
-#: How much longer a schedule may be that holds less, where activations are re-materialized to save
-#: memory: no more than steps differ by.
-_AS_SHORT = 1.02
+#: How much longer a schedule may be that holds less or has fewer actions: where activations are
+#: re-materialized, to save memory, and where they are kept.
+_SLACK_RECOMPUTED, _SLACK_KEPT = 1.02, 1.005
 
 
 def search(
@@ -41,10 +41,10 @@ def search(
     recompute for a gradient that has come; a forward; a recompute ahead of its gradient; a backward
     of weights. The search tries several numbers of micro-batches under way, whole and split
     backwards, and compares with fill-drain and 1F1B. Of what is as short, within 2 % where
-    activations are re-materialized, it takes what holds the fewest of them, and then what has the
-    fewest actions. So what it finds is never longer, but for those 2 %, than those that keep the
-    limit. Forwards, backwards and the backwards of weights run in the order of micro-batches in
-    every stage.
+    activations are re-materialized and within 0.5 % else, it takes what holds the fewest of them,
+    and then what has the fewest actions. So what it finds is never longer, but for that much, than
+    those of them that keep the limit. Forwards, backwards and the backwards of weights run in the
+    order of micro-batches in every stage.
 
     Args:
         placement: For each stage its rank.
@@ -81,7 +81,8 @@ def search(
     found += [_Found(other, simulate(other, costs).length, held(other)) for other in others]
     least = min(max(one.held, limit) for one in found)
     within = [one for one in found if one.held <= least]
-    longest = (_AS_SHORT if kept < micro_batches else 1.0) * min(one.length for one in within)
+    slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
+    longest = slack * min(one.length for one in within)
     short = [one for one in within if one.length <= longest]
     return min(short, key=lambda one: (one.held, one.actions, one.length)).schedule
 

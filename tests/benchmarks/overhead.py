@@ -80,7 +80,7 @@ def _actions(arguments: argparse.Namespace) -> list[Table]:
             for chunks in (FEW, MANY):
                 name = f"{stages} {mode} {chunks}"
                 found[name] = gpipe(empty(), stages, chunks, "never", name, step=mode)
-    results = take_turns([*found.values()], min(arguments.rounds, 7), arguments.steps, warm_up=4)
+    results = take_turns([*found.values()], min(arguments.rounds, 7), arguments.steps, warm_up=6)
     table = Table(
         "Engine time of an action on empty layers, microseconds",
         ["one stage", "two stages, with messages"],
