@@ -42,9 +42,9 @@ def search(
     of weights. The search tries several numbers of micro-batches under way, whole and split
     backwards, and compares with fill-drain and 1F1B. Of what is as short, within 2 % where
     activations are re-materialized and within 0.5 % else, it takes what holds the fewest of them,
-    and then what has the fewest actions. So what it finds is never longer, but for that much, than
-    those of them that keep the limit. Forwards, backwards and the backwards of weights run in the
-    order of micro-batches in every stage.
+    and then what has the fewest actions. What it finds is never longer than fill-drain or 1F1B, if
+    these keep the limit. Forwards, backwards and the backwards of weights run in the order of
+    micro-batches in every stage.
 
     Args:
         placement: For each stage its rank.
@@ -78,12 +78,15 @@ def search(
     others = [fill_drain(placement, micro_batches, checkpoint, ascending=True)]
     if placement == tuple(range(ranks)) * (len(placement) // ranks):
         others.append(one_f_one_b(placement, micro_batches, checkpoint))
-    found += [_Found(other, simulate(other, costs).length, held(other)) for other in others]
+    known = [_Found(other, simulate(other, costs).length, held(other)) for other in others]
+    found += known
     least = min(max(one.held, limit) for one in found)
-    within = [one for one in found if one.held <= least]
     slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
-    longest = slack * min(one.length for one in within)
-    short = [one for one in within if one.length <= longest]
+    longest = min(
+        slack * min(one.length for one in found if one.held <= least),
+        min((one.length for one in known if one.held <= least), default=math.inf),
+    )
+    short = [one for one in found if one.held <= least and one.length <= longest]
     return min(short, key=lambda one: (one.held, one.actions, one.length)).schedule
 
 
