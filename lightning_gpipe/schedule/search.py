@@ -23,7 +23,7 @@ _FACTORS = 0.5, 1.0, 1.5, 2.0, math.inf
 _SHARES = 1.0, 0.75, 0.5
 #: How much longer a schedule may be that holds less or has fewer actions: where activations are
 #: re-materialized, to save memory, and where they are kept.
-_SLACK_RECOMPUTED, _SLACK_KEPT = 1.02, 1.005
+_SLACK_RECOMPUTED, _SLACK_KEPT = 1.01, 1.005
 
 
 def search(
@@ -40,7 +40,7 @@ def search(
     Each time a rank is free, it takes, of what it may do then: a backward of the input; the
     recompute for a gradient that has come; a forward; a recompute ahead of its gradient; a backward
     of weights. The search tries several numbers of micro-batches under way, whole and split
-    backwards, and compares with fill-drain and 1F1B. Of what is as short, within 2 % where
+    backwards, and compares with fill-drain and 1F1B. Of what is as short, within 1 % where
     activations are re-materialized and within 0.5 % else, it takes what holds the fewest of them,
     and then what has the fewest actions. What it finds is never longer than fill-drain or 1F1B, if
     these keep the limit. Forwards, backwards and the backwards of weights run in the order of
