@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -164,6 +165,25 @@ def pending() -> int:
 
 def test_no_copy_of_the_output_lives_on_after_its_broadcast() -> None:
     assert max(run_ranks(pending, 2)) < 100_000
+
+
+def changed_at_once() -> list[float]:
+    """What arrives of a small and a large tensor that their source changes after the broadcast."""
+    rank, group = dist.get_rank(), gloo()
+    channel = ObjectChannel("stage", rank, tuple(range(4)), torch.device("cpu"), (group, group))
+    values = torch.ones(1000), torch.ones(1_000_000)
+    time.sleep(0.3 * rank)  # the last rank gets it from another that has changed it meanwhile
+    found = channel.broadcast("output", values if rank == 0 else None, source=0)
+    sums = [float(value.sum()) for value in found]
+    for value in found:
+        value.zero_()
+    channel.flush()
+    dist.barrier(group)
+    return sums
+
+
+def test_a_change_after_a_broadcast_reaches_nobody() -> None:
+    assert run_ranks(changed_at_once, 4) == [[1000.0, 1_000_000.0]] * 4
 
 
 class Marked(Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_gpipe.engine.executor import Executor, Links, Local
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Action, Program, Schedule
@@ -156,3 +158,21 @@ def test_gradients_are_those_of_the_layers_called_as_written() -> None:
     layers(x).square().sum().backward()
     expected = [x.grad, *(p.grad for p in layers.parameters())]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None:
+    watch = Stopwatch(HOST)
+    watch.is_on = True
+    for _ in range(3):
+        with watch.around(0, "F"):
+            time.sleep(0.2)  # for a message
+            compute(0.02)
+            with watch.action(0, "F"):
+                compute(0.01)
+    assert 0.03 <= watch.take()[0, "F"] < 0.2

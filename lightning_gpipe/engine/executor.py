@@ -250,7 +250,7 @@ class Executor:
         try:
             if self._in_order:
                 self._post_receives(action, batch)
-            with self.watch.whole(action.stage, action.op):
+            with self.watch.around(action.stage, action.op):
                 self._do(action, batch, retain, also)
         except RuntimeError:
             self._trial.end()

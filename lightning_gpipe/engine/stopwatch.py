@@ -34,16 +34,16 @@ class Stopwatch:
         self._worked = 0.0
         self.is_on = False
 
-    def whole(self, stage: int, op: Op) -> AbstractContextManager[None]:
+    def around(self, stage: int, op: Op) -> AbstractContextManager[None]:
         """Run all that belongs to an action inside this context, such as its messages.
 
         What the processor does beside the layers' work counts as a part of the action. A GPU
         doesn't wait for it.
         """
-        return self._whole(stage, op) if self.is_on and not self._on_cuda else nullcontext()
+        return self._around(stage, op) if self.is_on and not self._on_cuda else nullcontext()
 
     @contextmanager
-    def _whole(self, stage: int, op: Op) -> Iterator[None]:
+    def _around(self, stage: int, op: Op) -> Iterator[None]:
         begin, self._worked = time.thread_time(), 0.0
         yield
         self._beside[stage, op].append(time.thread_time() - begin - self._worked)

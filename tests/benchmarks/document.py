@@ -51,10 +51,11 @@ def run(arguments: argparse.Namespace) -> list[Table]:
     intro = folder / "intro.md"
     parts = [intro.read_text().rstrip()]
     for suite, (heading, about, plotted) in SUITES.items():
+        parts += [f"## {heading}", about]
         for path in sorted(folder.glob(f"{suite}*.json")):
             kept = json.loads(path.read_text())
             tables = [Table(t["title"], t["columns"], t["rows"]) for t in kept["tables"]]
-            parts += [f"## {heading}", about, f"    {kept['command']}"]
+            parts.append(f"    {kept['command']}")
             parts.append(f"{kept['date']}; {kept['hardware']}; {kept['versions']}.")
             if plotted is not None:
                 image = path.with_suffix(".png")
