@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.comm.nearby import Mail, PointToPoint, Work
 from lightning_gpipe.comm.signature import TensorType
 
 #: Message tags, as far as the backend knows tags.
@@ -24,8 +24,8 @@ class Channel:
     Args:
         peer: Global rank of the other end.
         peer_in_group: Its rank in the groups, which have the same members.
-        headers: A gloo group for headers and for tensors in host memory.
-        data: The group for the bytes of tensors on the device; of this direction alone, so that
+        headers: Over which headers and tensors in host memory go.
+        data: Over which the bytes of tensors on the device go; of this direction alone, so that
             neither direction can block the other.
         device: This rank's device.
         through_host: Whether ``data`` reaches host memory only.
@@ -34,17 +34,22 @@ class Channel:
 
     peer: int
     peer_in_group: int
-    headers: dist.ProcessGroup
-    data: dist.ProcessGroup
+    headers: PointToPoint
+    data: PointToPoint
     device: torch.device
     through_host: bool
     number: int = 0
+
+    @property
+    def is_nearby(self) -> bool:
+        """Whether the other end is on this machine, so that messages in host memory are copied."""
+        return isinstance(self.headers, Mail) and self.headers.is_nearby(self.peer_in_group)
 
     def is_in_host(self, kind: TensorType) -> bool:
         """Whether a tensor's bytes travel through host memory."""
         return self.through_host or kind.device_type != self.device.type
 
-    def lane(self, kind: TensorType) -> tuple[torch.device, dist.ProcessGroup, int]:
+    def lane(self, kind: TensorType) -> tuple[torch.device, PointToPoint, int]:
         """From and to where a tensor's bytes travel, over which group, with which tag."""
         if kind.device_type != self.device.type:
             return torch.device("cpu"), self.headers, HOST
@@ -78,7 +83,7 @@ class Channel:
         device = torch.device("cpu") if self.through_host else self.device
         return torch.zeros(max(count, 1), dtype=torch.uint8, device=device)
 
-    def _wait(self, work: dist.Work | None) -> None:
+    def _wait(self, work: Work | None) -> None:
         if work is not None:
             work.wait()
         if self.device.type == "cuda":
@@ -86,12 +91,12 @@ class Channel:
 
     # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
 
-    def send(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+    def send(self, data: Tensor, group: PointToPoint, tag: int) -> Work | None:
         """Send bytes to the other end, without waiting; None: there are none."""
         tag += _TAGS * self.number
         return group.send([data], self.peer_in_group, tag) if data.numel() else None
 
-    def receive(self, data: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+    def receive(self, data: Tensor, group: PointToPoint, tag: int) -> Work | None:
         """Receive bytes from the other end, without waiting; None: there are none."""
         tag += _TAGS * self.number
         return group.recv([data], self.peer_in_group, tag) if data.numel() else None

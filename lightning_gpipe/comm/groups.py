@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.messages import Kind, ObjectChannel
+from lightning_gpipe.comm.nearby import Mail, Nearby
 
 _T = TypeVar("_T")
 #: What crosses between stages.
@@ -35,6 +36,7 @@ class Groups:
             links between the same stages, so that no send waits for a later receive. Empty where
             there is one stage.
         gradients: The same for gradients, from stage to stage the other way.
+        nearby: The processes of this machine with which it works.
         ends: The object channel between the first and the last stage; None: it isn't wanted, or
             this rank is neither.
     """
@@ -43,6 +45,7 @@ class Groups:
     siblings: ObjectChannel
     activations: tuple[dist.ProcessGroup, ...]
     gradients: tuple[dist.ProcessGroup, ...]
+    nearby: Nearby
     ends: ObjectChannel | None = None
 
     @classmethod
@@ -87,16 +90,24 @@ class Groups:
             own = both([*pairs, *([one] for one in between)]) if ends and stages > 2 else None
             if own is None or rank in between:
                 return None
-            pair = pairs[replica]
-            return ObjectChannel("stage", pair.index(rank), tuple(pair), device, own)
+            members = pairs[replica]
+            return ObjectChannel("stage", members.index(rank), tuple(members), device, own)
 
         lanes = range(0 if stages == 1 else 1 if through_host else 2 * virtual_stages)
+        pipeline = ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines))
+        replicas = ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings))
+        nearby = Nearby(
+            rank,
+            [channel.gather for channel in (pipeline, replicas) if not channel.is_alone],
+            timeout.total_seconds(),
+        )
         groups = cls(
-            ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines)),
-            ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings)),
+            pipeline.by_mail(nearby, 0),
+            replicas.by_mail(nearby, 1),
             tuple(make(pipelines, backend) for _ in lanes),
             tuple(make(pipelines, backend) for _ in lanes),
-            between_ends(),
+            nearby,
+            None if (pair := between_ends()) is None else pair.by_mail(nearby, 2),
         )
         if not through_host:
             groups._open_channels(stages * virtual_stages)
@@ -182,8 +193,7 @@ class Groups:
         """Whether any rank has decided so, told through the host. Collective over all pipelines."""
         votes = torch.tensor(int(decision), device="cpu")
         for channel in (self.pipeline, self.siblings):
-            if channel.groups is not None:
-                dist.all_reduce(votes, dist.ReduceOp.MAX, channel.groups[0])
+            votes = channel.reduce_in_host(votes, dist.ReduceOp.MAX)
         return bool(votes)
 
     def close(self) -> None:
@@ -194,6 +204,7 @@ class Groups:
             self.ends.close()
         for group in (*self.activations, *self.gradients):
             dist.destroy_process_group(group)
+        self.nearby.close()
 
     def channel(self, peer: int, boundary: int, kind: Crossing) -> Channel:
         """The channel to another stage.
@@ -209,4 +220,6 @@ class Groups:
         rank = self.ranks[peer]
         place = dist.get_group_rank(pipeline.host, rank)
         number = 2 * boundary + (kind == "gradients")
-        return Channel(rank, place, pipeline.host, lane, self.device, pipeline.through_host, number)
+        headers = Mail(pipeline.host, self.ranks, self.nearby, 0)
+        data = Mail(lane, self.ranks, self.nearby, 3) if pipeline.through_host else lane
+        return Channel(rank, place, headers, data, self.device, pipeline.through_host, number)

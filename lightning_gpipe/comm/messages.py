@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm import packing
+from lightning_gpipe.comm.nearby import Work
 from lightning_gpipe.comm.peers import HOST, Peers
 from lightning_gpipe.tensors import strides
 
@@ -47,7 +48,7 @@ Kind: TypeAlias = Literal[
     "optimizer state",
 ]
 _T = TypeVar("_T")
-_Sent: TypeAlias = tuple[dist.Work, Tensor]  # with what is sent, which must live as long
+_Sent: TypeAlias = tuple[Work, Tensor]  # with what is sent, which must live as long
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
 # That takes no time once so many others were sent, because the members run the same step.
@@ -132,13 +133,17 @@ class ObjectChannel(Peers):
         The other end must receive it.
         """
         blob, tensors = packing.pack(value, self.is_in_host)
+        under_way = []
         for part in packing.frames(_KINDS.index(kind), blob):
-            dist.send(part, self.ranks[to], self.host)
+            under_way += self._posted([to], part)
         for tensor in tensors:
             wire, group = self.route(tensor.device.type)
             part = strides.to_bytes(tensor).to(wire)
-            if part.numel():
+            if group is self.host:
+                under_way += self._posted([to], part)
+            elif part.numel():
                 dist.send(part, self.ranks[to], group)
+        _wait_for(under_way)
 
     def receive(self, kind: Kind, source: int, device: torch.device | None = None) -> Any:
         """Receive what a member sends with :meth:`send`.
@@ -153,6 +158,8 @@ class ObjectChannel(Peers):
         """
 
         def receive(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+            if group is self.host:
+                return self.await_from(source, buffer)
             if buffer.numel():
                 dist.recv(buffer, self.ranks[source], group)
             return buffer

@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
+from lightning_gpipe.comm.nearby import PointToPoint, Transfer, Work
 from lightning_gpipe.comm.packet import Layout, Layouts, Packet, Sent
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.signature import Signature, TensorType
@@ -95,7 +95,7 @@ class _Memory:
         self.signature, self.stable = signature, stable
 
 
-_Pending: TypeAlias = tuple[Tensor, dist.Work | None]  # None: nothing to wait for
+_Pending: TypeAlias = tuple[Tensor, Work | None]  # None: nothing to wait for
 
 
 @dataclass(slots=True)
@@ -181,18 +181,22 @@ class Sender:
 
     def allow(self, under_way: int) -> None:
         """Let so many micro-batches be under way before the oldest is waited for."""
-        self.under_way = max(under_way, _UNDER_WAY)
+        ahead = _AHEAD if self.channel.is_nearby else 0  # nothing takes them while it computes
+        self.under_way = max(under_way, _UNDER_WAY) + ahead
 
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""
         while self._pending:
             self._pending.popleft().wait()
 
-    def _post(self, data: Packet | Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    def _post(self, data: Packet | Tensor, group: PointToPoint, tag: int) -> None:
         tensor = data.buffer if isinstance(data, Packet) else data
         work = self.channel.send(tensor, group, tag)
+        is_copied = work is None or isinstance(work, Transfer)
         if work is not None:
-            self._pending.append(Sent(self._sent, data, work))
+            self._pending.append(Sent(self._sent, None if is_copied else data, work))
+        if is_copied and isinstance(data, Packet):
+            data.layout.give_back(data)
 
 
 @dataclass(slots=True)
@@ -212,7 +216,7 @@ class _Slot:
     place: _Place
     memory: _Memory
     packet: Packet
-    work: dist.Work | None
+    work: Work | None
     beside: list[_Pending] | None = None
     signature: Signature | None = None
     instead: list[_Pending] | None = None
@@ -387,6 +391,6 @@ class Receiver:
         return data, self.channel.receive(data, self.channel.headers, BESIDE)
 
 
-def _wait(work: dist.Work | None) -> None:
+def _wait(work: Work | None) -> None:
     if work is not None:
         work.wait()

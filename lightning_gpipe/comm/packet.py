@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.comm.nearby import Work
 from lightning_gpipe.comm.packing import host_buffer
 from lightning_gpipe.comm.signature import TensorType
 from lightning_gpipe.tensors import strides
@@ -126,13 +126,13 @@ class Sent:
 
     Args:
         number: Counts the boundaries that were sent.
-        data: Its memory.
+        data: Its memory; None: it was copied.
         work: Its send.
     """
 
     number: int
-    data: Packet | Tensor
-    work: dist.Work
+    data: Packet | Tensor | None
+    work: Work
 
     def wait(self) -> None:
         """Wait until its memory isn't needed any more."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
+
+from lightning_gpipe.comm.nearby import Mail, Nearby, PointToPoint, Work
 
 HOST = torch.device("cpu")
 #: Bytes up to which a message to each member is faster than gloo's collectives, ten times and more.
@@ -27,6 +31,7 @@ class Peers:
         device: The device of this rank.
         groups: A gloo group over the members, and one for tensors on the device: the same where
             these go through host memory. None: there is one member.
+        mail: How messages in host memory go from member to member; None: over the gloo group.
     """
 
     member: Literal["stage", "replica"]
@@ -34,6 +39,18 @@ class Peers:
     ranks: tuple[int, ...]
     device: torch.device
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    mail: PointToPoint | None = None
+
+    def by_mail(self, nearby: Nearby, number: int) -> Self:
+        """The same, with messages through the memory of this machine as far as it reaches.
+
+        Args:
+            nearby: The processes of this machine.
+            number: Tells these peers from others of this process.
+        """
+        if self.groups is None:
+            return self
+        return dataclasses.replace(self, mail=Mail(self.host, self.ranks, nearby, number))
 
     @property
     def is_alone(self) -> bool:
@@ -68,12 +85,19 @@ class Peers:
         if self.is_alone:
             return tensor
         wire, group = self.route(tensor.device.type)
-        reduced = tensor.to(wire)
-        if group is self.host and reduced.nbytes <= SMALL:
-            reduced = self._exchanged(reduced.contiguous(), op)
-        else:
-            dist.all_reduce(reduced, op, group)
-        return reduced.to(tensor.device)
+        if group is self.host:
+            return self.reduce_in_host(tensor.to(wire), op).to(tensor.device)
+        dist.all_reduce(tensor, op, group)
+        return tensor
+
+    def reduce_in_host(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce a tensor in host memory, which may be overwritten. Collective."""
+        if self.is_alone:
+            return tensor
+        if tensor.nbytes <= SMALL:
+            return self._exchanged(tensor.contiguous(), op)
+        dist.all_reduce(tensor, op, self.host)
+        return tensor
 
     def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every member a tensor's values. Collective.
@@ -106,9 +130,9 @@ class Peers:
 
     # These do what dist.isend and dist.irecv do, whose checks take as long as the rest.
 
-    def post(self, data: Tensor, to: int) -> dist.Work | None:
-        """Send bytes in host memory to a member, without waiting; None: there are none."""
-        return self.host.send([data], to, _TAG) if data.numel() else None
+    def post(self, data: Tensor, to: int) -> Work | None:
+        """Send bytes in host memory to a member, without waiting; None: nothing to wait for."""
+        return self._mail.send([data], to, _TAG) if data.numel() else None
 
     def await_from(self, source: int, data: Tensor) -> Tensor:
         """Wait for what a member sends to this one with :meth:`post`.
@@ -117,7 +141,7 @@ class Peers:
             source: The member.
             data: Where it goes, in host memory.
         """
-        work = self.host.recv([data], source, _TAG) if data.numel() else None
+        work = self._mail.recv([data], source, _TAG) if data.numel() else None
         if work is not None:
             work.wait()
         return data
@@ -128,8 +152,8 @@ class Peers:
             return own
         parts = [own if i == self.index else torch.empty_like(own) for i in range(len(self.ranks))]
         others = [i for i in range(len(self.ranks)) if i != self.index]
-        work = [self.host.recv([parts[i]], i, _TAG) for i in others]
-        work += [self.host.send([own], i, _TAG) for i in others]
+        work = [self._mail.recv([parts[i]], i, _TAG) for i in others]
+        work += [self._mail.send([own], i, _TAG) for i in others]
         for one in work:
             if one is not None:
                 one.wait()
@@ -137,6 +161,10 @@ class Peers:
         if op == dist.ReduceOp.SUM:
             return rows.sum(0, dtype=own.dtype)
         return rows.amin(0) if op == dist.ReduceOp.MIN else rows.amax(0)
+
+    @property
+    def _mail(self) -> PointToPoint:
+        return self.mail if self.mail is not None else self.host
 
     @property
     def _both(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from lightning_gpipe.comm.forks import keep_from_children
 from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.failure.forks import keep_from_children
 from lightning_gpipe.failure.link import Link
 from lightning_gpipe.failure.reason import DIED, NO_RANK, Failure
 

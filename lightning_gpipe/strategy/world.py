@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.comm.nearby import Nearby
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure, Kind
@@ -171,7 +172,7 @@ class World:
                 self.report(error)
                 self._leave()
                 raise
-        self._abortable += self.groups.all_groups
+        self._abortable += [*self.groups.all_groups, self.groups.nearby]
         self.trial = Trial(self.groups.pipeline)
         self.generators = SharedGenerators(self.groups.pipeline)
         self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
@@ -290,6 +291,9 @@ class World:
         if self._watchdog is not None:
             self._watchdog.close()
             if self._watchdog.failure is not None:
+                for one in self._abortable:
+                    if isinstance(one, Nearby):
+                        one.close()
                 self._abortable.clear()  # who waits for this rank hears of it when groups are gone
                 leave_world()
             self._watchdog = None

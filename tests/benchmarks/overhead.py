@@ -5,8 +5,9 @@ a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch again
 it is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios.
 ``actions``: the engine's time for each forward and backward of a micro-batch of layers that do
 next to nothing, from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's
-time for each micro-batch, from 8 to 512, over the same for 8. ``cut``: from ``fit`` until the first
-step of a model of 1,000 layers.
+time for each micro-batch, from 8 to 512, over the same for 8. ``messages``: half of the way there
+and back between two processes of one machine, alone and beside processes that compute. ``cut``:
+from ``fit`` until the first step of a model of 1,000 layers.
 """
 
 from __future__ import annotations
@@ -14,24 +15,32 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
+import multiprocessing
+import os
 import pstats
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from torch import nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.executor import Executor
 from tests.benchmarks.contestants.lightning import Module, Turns, gpipe, trainer
 from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
 from tests.benchmarks.workloads import Workload, conv_net, empty, emulated, transformer
+from tests.ranks import run_ranks
 
-PARTS = ["plain", "norm", "actions", "chunks", "cut"]
+PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut"]
 FEW, MANY = 64, 192
 
 
@@ -146,6 +155,55 @@ def _chunks(arguments: argparse.Namespace) -> list[Table]:
     return tables
 
 
+def _messages(arguments: argparse.Namespace) -> list[Table]:
+    sizes = {"64 B": 64, "16 KiB": 1 << 14, "256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 1 << 22}
+    found = []
+    for others in 0, os.cpu_count() or 1:
+        with _spinning(others):
+            found.append(run_ranks(_one_way_us, 2, [*sizes.values()], 4 * arguments.rounds)[0])
+    columns = [f"{who}, cores {how}" for how in ("idle", "busy") for who in ("ours", "gloo")]
+    table = Table("A message, microseconds", columns)
+    table.rows = [(name, [*idle, *busy]) for name, idle, busy in zip(sizes, *found, strict=True)]
+    return [table]
+
+
+@contextmanager
+def _spinning(count: int) -> Iterator[None]:
+    """Keep cores busy."""
+    processes = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _one_way_us(sizes: list[int], times: int) -> list[list[float]]:
+    """For each size the time over this package's connection and over gloo."""
+    cpu = torch.device("cpu")
+    groups = Groups.connect(2, 1, "gloo", cpu, timedelta(seconds=60))
+    ours = groups.channel(1 - groups.stage, 0, "activations")
+    over_gloo = replace(ours, data=groups.activations[0])
+    found = []
+    for size in sizes:
+        found.append([])
+        for channel in (ours, over_gloo):
+            if groups.stage == 0:
+                found[-1].append(1e6 * channel.echo_s(channel, size, times))
+            else:
+                channel.answer(channel, size, times)
+    groups.close()
+    return found
+
+
 def _cut(arguments: argparse.Namespace) -> list[Table]:
     width, count = 16, 1000
 
@@ -189,4 +247,11 @@ def _until_step(workload: Workload, turn: Turn) -> None:
     ).fit(module, DataLoader(Same(partial(workload.batch, 8)), batch_size=None))
 
 
-_RUN = {"plain": _plain, "norm": _norm, "actions": _actions, "chunks": _chunks, "cut": _cut}
+_RUN = {
+    "plain": _plain,
+    "norm": _norm,
+    "actions": _actions,
+    "chunks": _chunks,
+    "messages": _messages,
+    "cut": _cut,
+}

@@ -1,8 +1,8 @@
 """Peak memory of each process, of this package and others.
 
 The peak of a process's resident memory above what it was before the model was built: weights,
-gradients, activations and messages. Freed memory goes back at once, so that the peak is of what is
-held, not of what the allocator keeps.
+gradients, activations and messages, also those that this package holds beside it. Freed memory goes
+back at once, so that the peak is of what is held, not of what the allocator keeps.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ class Turn:
         self.rank, self.world_size = rank, world_size
         #: Give what the contestant says of itself at the end of each round, such as seconds slept.
         self.notes: list[Callable[[], dict[str, Any]]] = []
+        #: Bytes of messages that no process's resident memory counts.
+        self.under_way: Callable[[], int] = lambda: 0
         self._start: float | None = None
 
     def next(self) -> int:
@@ -57,7 +59,7 @@ class Turn:
         """
         if self._start is not None:
             end = time.perf_counter()
-            peak = memory_mb("VmHWM")
+            peak = memory_mb("VmHWM") + self.under_way() / 2**20
             said = {name: value for notes in self.notes for name, value in notes().items()}
             self._pipe.send((self._start, end, peak, said))
         else:

@@ -39,6 +39,11 @@ class Turns(L.Callback):
     def __init__(self, turn: Turn) -> None:
         self._turn, self._left = turn, 0
 
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, GPipeStrategy):
+            self._turn.under_way = lambda: strategy._connected.groups.nearby.nbytes
+
     def on_train_batch_start(self, *_: Any) -> None:
         if not self._left:
             self._left = self._turn.next()
