@@ -37,7 +37,7 @@ _SMALL = 1 << 12  # bytes up to which a message goes through the socket
 _LOOK_S = 0.1  # how often a thread that sends what is left looks whether the run has ended
 _LONGEST_S = 3600.0  # that the system sleeps at a time
 #: Bytes from which on a process group is as good, and doesn't hold a message once more.
-LARGE = 1 << 24
+LARGE = 1 << 21
 
 
 class Work(Protocol):
