@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gpipe.comm.nearby import Mail, PointToPoint, Work
+from lightning_gpipe.comm.nearby import PointToPoint, Work
 from lightning_gpipe.comm.signature import TensorType
 
 #: Message tags, as far as the backend knows tags.
@@ -39,11 +39,6 @@ class Channel:
     device: torch.device
     through_host: bool
     number: int = 0
-
-    @property
-    def is_nearby(self) -> bool:
-        """Whether the other end is on this machine, so that messages in host memory are copied."""
-        return isinstance(self.headers, Mail) and self.headers.is_nearby(self.peer_in_group)
 
     def is_in_host(self, kind: TensorType) -> bool:
         """Whether a tensor's bytes travel through host memory."""

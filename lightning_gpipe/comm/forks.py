@@ -16,14 +16,14 @@ def keep_from_children(connection: Any) -> None:
     Args:
         connection: A socket.
     """
-    _connections.difference_update([c for c in _connections if c.fileno() < 0])
+    _connections.difference_update([c for c in list(_connections) if c.fileno() < 0])
     _connections.add(connection)
 
 
 def _drop_connections() -> None:
     # not closed: the child's copies of the objects would close the number once more
     nothing = os.open(os.devnull, os.O_RDWR)
-    for connection in _connections:
+    for connection in list(_connections):
         if connection.fileno() >= 0:
             os.dup2(nothing, connection.fileno())
     os.close(nothing)

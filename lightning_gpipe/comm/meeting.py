@@ -33,12 +33,15 @@ def meet(
 
     Returns:
         The connections, by rank.
+
+    Raises:
+        OSError: If another process is gone meanwhile.
     """
     listener, secret = _listener() if memory is not None else None, secrets.token_bytes(16)
     own = (listener.getsockname(), secret) if listener is not None else None
     addresses = {r: a for gather in gathers for r, a in gather((rank, own)) if r > rank and a}
     asked: dict[int, socket.socket] = {}
-    if memory is not None:
+    if listener is not None and memory is not None:
         found = ((r, _ask(rank, memory, *a)) for r, a in addresses.items())
         asked = {r: connection for r, connection in found if connection is not None}
     expected = {r for gather in gathers for r, who in gather((rank, [*asked])) if rank in who}
@@ -49,7 +52,9 @@ def meet(
             connected.update(_answers(listener, secret, memory, len(expected)))
     for other, connection in asked.items():
         connection.settimeout(timeout_s)
-        _, files, *_ = socket.recv_fds(connection, 1, 1)
+        _, files, *_ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not files:
+            raise ConnectionResetError(f"rank {other} is gone")
         connected[other] = connection, files[0]
     return connected
 
@@ -87,10 +92,10 @@ def _answers(
     """Answer those that have asked, as many as there are; strangers aren't counted."""
     while count:
         connection, _ = listener.accept()
-        connection.settimeout(_HELLO_S)  # who was asked for says so before it tells that it asked
+        connection.settimeout(_HELLO_S)  # who has asked said so before it told the others
         hello, files = b"", list[int]()
         with suppress(OSError):
-            hello, files, *_ = socket.recv_fds(connection, _HELLO.size, 1)
+            hello, files, *_ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         if len(hello) == _HELLO.size and len(files) == 1:
             rank, said = _HELLO.unpack(hello)
             if hmac.compare_digest(said, secret):

@@ -53,7 +53,8 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
 # That takes no time once so many others were sent, because the members run the same step.
 _UNDER_WAY = 64  # messages
-_HELD = 1 << 20  # bytes; a larger tensor isn't copied to be sent
+_HELD = 1 << 20  # bytes; for a larger tensor the source waits
+_AT_ONCE = 1 << 23  # bytes of them that are under way at a time, at least
 
 
 class RemoteError(RuntimeError):
@@ -133,17 +134,15 @@ class ObjectChannel(Peers):
         The other end must receive it.
         """
         blob, tensors = packing.pack(value, self.is_in_host)
-        under_way = []
         for part in packing.frames(_KINDS.index(kind), blob):
-            under_way += self._posted([to], part)
+            _wait_for(self._posted([to], part))
         for tensor in tensors:
             wire, group = self.route(tensor.device.type)
             part = strides.to_bytes(tensor).to(wire)
             if group is self.host:
-                under_way += self._posted([to], part)
+                _wait_for(self._posted([to], part))
             elif part.numel():
                 dist.send(part, self.ranks[to], group)
-        _wait_for(under_way)
 
     def receive(self, kind: Kind, source: int, device: torch.device | None = None) -> Any:
         """Receive what a member sends with :meth:`send`.
@@ -217,6 +216,8 @@ class ObjectChannel(Peers):
         if data.nbytes <= _HELD:
             self._post_to(members, data.clone() if members else data)
         else:
+            while sum(d.nbytes for _, d in under_way) > _AT_ONCE:
+                under_way.pop(0)[0].wait()
             under_way += self._posted(members, data)
 
     def _tree(self, source: int) -> tuple[int, list[int]]:

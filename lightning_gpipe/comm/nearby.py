@@ -1,12 +1,12 @@
-"""Messages between processes of one machine, without threads and without the network.
+"""Messages between processes of one machine, without the network and its threads.
 
 A message of a few kilobytes goes through a Unix socket; a larger one is written to memory of the
 sender's, and its place goes through the socket. The receiver copies it to where it belongs when it
 waits, for it or for another message. gloo, made for networks, has threads on both sides that wake
 each other at every message, beside layers that compute on the same cores.
 
-Nothing happens while a process computes. So who sends without end waits from time to time for the
-receiver, as with any other group.
+Nothing is taken while a process computes, so who sends much must wait for the receiver from time to
+time. Where a connection is full, a thread sends the rest.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Peer:
         connection: Where it sends.
         memory: Where its larger messages lie.
         posted: What waits for its messages, by their keys.
-        early: The heads of messages for which nothing waits yet, by their keys.
+        early: The records of messages for which nothing waits yet, by their keys.
         unsent: What isn't sent yet.
         is_full: Whether the connection has no room, and a thread waits until it has.
         is_gone: Whether it has closed the connection.
@@ -116,10 +116,13 @@ class Nearby:
         self._under_way: dict[int, Transfer] = {}  # by their places
         self._memory = SharedMemory.make() if gathers else None
         file = self._memory.file if self._memory is not None else None
-        self._peers = {
-            peer: _Peer(peer, *connected)
-            for peer, connected in meet(rank, gathers, file, timeout_s).items()
-        }
+        try:
+            connected = meet(rank, gathers, file, timeout_s)
+        except OSError as error:
+            raise dist.DistBackendError(
+                f"Rank {rank} has lost another one while they met: {error}."
+            ) from error
+        self._peers = {peer: _Peer(peer, *both) for peer, both in connected.items()}
         self._wake = os.eventfd(0) if self._memory is not None else -1
         for peer in self._peers.values():
             peer.connection.setblocking(False)
@@ -147,10 +150,12 @@ class Nearby:
         """
         view, peer, memory = _bytes_of(data), self._peers[rank], self._memory
         with self._lock:
-            if view.nbytes <= _SMALL or memory is None:
+            if view.nbytes <= _SMALL:
                 self._write(peer, _HEAD.pack(key, view.nbytes, _FOLLOWS) + view.tobytes())
                 return None
-            if not memory.has_room(view.nbytes):
+            if memory is None:
+                raise RuntimeError("The connections are closed.")
+            if not memory.has_room(view.nbytes) and not self._is_watched:
                 for other in self._peers.values():
                     self._read(other)
             place = memory.write(view)
@@ -183,23 +188,53 @@ class Nearby:
             DistBackendError: If the other process has left the run, or doesn't come.
         """
         peer, give_up = transfer.peer, time.monotonic() + self._timeout_s
-        with self._turn:
-            self._read(peer, until=transfer)
-            while not transfer.is_done:
-                if self._has_ended or peer.is_gone:
-                    raise dist.DistBackendError(
-                        f"Rank {self._rank} waits for rank {peer.rank}, which has left the run."
-                    )
-                left_s = give_up - time.monotonic()
-                if left_s <= 0:
-                    raise dist.DistBackendError(
-                        f"Rank {self._rank} has waited {self._timeout_s:.0f} s for rank"
-                        f" {peer.rank}. If that takes so long, give GPipeStrategy a longer timeout."
-                    )
+        while True:
+            with self._turn:
+                if not self._is_watched:
+                    self._read(peer, until=transfer)
+                if transfer.is_done:
+                    return
+                left_s = min(self._left_s(peer, give_up), _LONGEST_S)
                 if self._is_watched:  # by another thread, which takes what arrives
                     self._turn.wait(left_s)
-                else:
-                    self._watch(min(left_s, _LONGEST_S))
+                    continue
+                self._is_watched = True
+                poll, by_file = self._all()
+            files: list[tuple[int, int]] = []
+            try:
+                files = poll.poll(1000 * left_s)
+            finally:
+                with self._turn:
+                    self._is_watched = False
+                    self._turn.notify_all()
+                    for file, _ in files:
+                        if file in by_file and not self._has_ended:
+                            self._read(by_file[file])
+
+    def _left_s(self, peer: _Peer, give_up: float) -> float:
+        """How long a process may still be waited for."""
+        if self._has_ended or peer.is_gone:
+            raise dist.DistBackendError(
+                f"Rank {self._rank} waits for rank {peer.rank}, which has left the run, or the run"
+                " has failed."
+            )
+        left_s = give_up - time.monotonic()
+        if left_s <= 0:
+            raise dist.DistBackendError(
+                f"Rank {self._rank} has waited {self._timeout_s:.0f} s for rank {peer.rank}. If"
+                " that takes so long, give GPipeStrategy a longer timeout."
+            )
+        return left_s
+
+    def _all(self) -> tuple[select.poll, dict[int, _Peer]]:
+        """What wakes who waits, and the connections among it."""
+        poll, by_file = select.poll(), {}
+        poll.register(self._wake, select.POLLIN)
+        for peer in self._peers.values():
+            if not peer.is_gone:
+                by_file[peer.connection.fileno()] = peer
+                poll.register(peer.connection, select.POLLIN)
+        return poll, by_file
 
     def abort(self) -> None:
         """Let nobody wait any longer; for any thread."""
@@ -207,6 +242,7 @@ class Nearby:
             self._has_ended = True
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
+            self._turn.notify_all()
 
     def close(self) -> None:
         """Close the connections: who waits for this process hears of it."""
@@ -220,26 +256,6 @@ class Nearby:
                 os.close(self._wake)
             self._peers, self._memory, self._wake = {}, None, -1
 
-    def _watch(self, longest_s: float) -> None:
-        """Sleep until something arrives, and read it; without the lock, which the caller holds."""
-        poll, by_file = select.poll(), {}
-        poll.register(self._wake, select.POLLIN)
-        for peer in self._peers.values():
-            if not peer.is_gone:
-                by_file[peer.connection.fileno()] = peer
-                poll.register(peer.connection, select.POLLIN)
-        self._is_watched = True
-        self._lock.release()
-        try:
-            files = poll.poll(1000 * longest_s)
-        finally:
-            self._lock.acquire()
-            self._is_watched = False
-            self._turn.notify_all()
-        for file, _ in files:
-            if file in by_file and not self._has_ended:
-                self._read(by_file[file])
-
     def _read(self, peer: _Peer, until: Transfer | None = None) -> None:
         """Take what a process has sent, as far as something waits for it.
 
@@ -247,13 +263,17 @@ class Nearby:
             peer: The process.
             until: Read no further once this is taken; None: read all.
         """
+        was_reset = False
         while not peer.is_gone and (until is None or not until.is_done):
             try:
                 record = peer.connection.recv(_HEAD.size + _SMALL)
             except BlockingIOError:
                 return
-            except OSError:
+            except OSError:  # it is told once; what was sent before comes after it
                 record = b""
+                if not was_reset:
+                    was_reset = True
+                    continue
             if record:
                 self._handle(peer, record)
             else:
@@ -301,12 +321,14 @@ class Nearby:
         """Send what isn't sent yet, as far as the connection has room; returns if that is all."""
         try:
             while peer.unsent:
-                peer.connection.send(peer.unsent[0])
+                peer.connection.send(peer.unsent[0], socket.MSG_NOSIGNAL)
                 peer.unsent.popleft()
         except BlockingIOError:
             return False
-        except OSError:  # it is gone; what it has sent before can still be read
+        except OSError as error:  # what it has sent before can still be read
             peer.unsent.clear()
+            if not isinstance(error, ConnectionError) and not self._has_ended:
+                raise
         return True
 
     def _write_later(self, peer: _Peer) -> None:
@@ -335,10 +357,6 @@ class Mail:
     ranks: tuple[int, ...]
     nearby: Nearby
     number: int
-
-    def is_nearby(self, member: int) -> bool:
-        """Whether a member's small messages don't need the process group."""
-        return self.ranks[member] in self.nearby
 
     def send(self, tensors: list[Tensor], member: int, tag: int) -> Work | None:
         """As :meth:`PointToPoint.send`."""

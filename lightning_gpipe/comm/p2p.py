@@ -124,7 +124,12 @@ class Sender:
             training: Whether the call trains; the receiver expects the same.
         """
         self._sent += 1
-        while self._pending and self._pending[0].number <= self._sent - self.under_way:
+        while self._pending:
+            oldest = self._pending[0]
+            # a copy is taken only when the receiver comes to it, not as soon as it is posted for
+            ahead = self.under_way + (_AHEAD if oldest.data is None else 0)
+            if oldest.number > self._sent - ahead:
+                break
             self._pending.popleft().wait()
         memory = self._memory.get((training, m))
         if memory is None:
@@ -181,8 +186,7 @@ class Sender:
 
     def allow(self, under_way: int) -> None:
         """Let so many micro-batches be under way before the oldest is waited for."""
-        ahead = _AHEAD if self.channel.is_nearby else 0  # nothing takes them while it computes
-        self.under_way = max(under_way, _UNDER_WAY) + ahead
+        self.under_way = max(under_way, _UNDER_WAY)
 
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""

@@ -87,8 +87,9 @@ class Peers:
         wire, group = self.route(tensor.device.type)
         if group is self.host:
             return self.reduce_in_host(tensor.to(wire), op).to(tensor.device)
-        dist.all_reduce(tensor, op, group)
-        return tensor
+        reduced = tensor.to(wire)
+        dist.all_reduce(reduced, op, group)
+        return reduced.to(tensor.device)
 
     def reduce_in_host(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce a tensor in host memory, which may be overwritten. Collective."""

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 
 _PAGE = 1 << 12
+_KEPT = 1 << 26  # bytes that are kept for later where nothing is under way
 
 
 class SharedMemory:
@@ -19,8 +20,7 @@ class SharedMemory:
         self.file = os.memfd_create("lightning-gpipe")
         self._free: dict[int, list[int]] = {}  # places by size
         self._used: dict[int, int] = {}  # sizes by place
-        #: Bytes that it takes of the machine's memory.
-        self.nbytes = 0
+        self._end = 0
 
     @classmethod
     def make(cls) -> SharedMemory | None:
@@ -31,23 +31,23 @@ class SharedMemory:
             return cls()
         return None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes of the machine's memory."""
+        return 512 * os.fstat(self.file).st_blocks
+
     def has_room(self, count: int) -> bool:
         """Whether so many bytes fit where others lay before."""
-        return bool(self._free.get(_whole_pages(count)))
+        return bool(self._free.get(_size_for(count)))
 
     def write(self, data: memoryview) -> int:
         """Write bytes; returns their place."""
-        size = _whole_pages(data.nbytes)
+        size = _size_for(data.nbytes)
         free = self._free.get(size)
         if free:
             place = free.pop()
         else:
-            if not self._used:  # what lay here had other sizes
-                self._free.clear()
-                os.ftruncate(self.file, 0)
-                self.nbytes = 0
-            place = self.nbytes
-            self.nbytes += size
+            place, self._end = self._end, self._end + size
         self._used[place] = size
         done = os.pwrite(self.file, data, place)
         while done < data.nbytes:
@@ -57,6 +57,9 @@ class SharedMemory:
     def give_back(self, place: int) -> None:
         """Let a place be used again."""
         self._free.setdefault(self._used.pop(place), []).append(place)
+        if self._end > _KEPT and not self._used:
+            os.ftruncate(self.file, 0)
+            self._free, self._end = {}, 0
 
     def close(self) -> None:
         """Give it back to the system, as soon as nobody reads it any more."""
@@ -79,5 +82,6 @@ def read(file: int, place: int, into: memoryview) -> None:
         done += more
 
 
-def _whole_pages(count: int) -> int:
-    return -(-count // _PAGE) * _PAGE
+def _size_for(count: int) -> int:
+    """The size of a place: a power of two, so that few sizes are kept; untouched pages are free."""
+    return max(_PAGE, 1 << (count - 1).bit_length())
