@@ -213,6 +213,55 @@ def test_every_wait_has_an_end(how: str) -> None:
     assert ("has waited 1 s for rank 1" if how == "late" else "which has left the run") in text
 
 
+def unread() -> bool:
+    """Whether what was sent before it closed arrives from who has not read what it got."""
+    rank = dist.get_rank()
+    with connected() as near:
+        data = torch.full((3000,), float(rank))
+        near.send(1 - rank, 1, data)
+        dist.barrier()
+        if rank == 1:
+            near.close()
+        dist.barrier()
+        if rank == 0:
+            near.receive(1, 1, data).wait()
+        return bool((data == 1).all())
+
+
+def test_what_was_sent_before_the_end_arrives() -> None:
+    assert run_ranks(unread, 2) == [True, True]
+
+
+def in_threads() -> tuple[list[float], float]:
+    """What two threads receive that wait at the same time, and how long it took."""
+    rank, start = dist.get_rank(), time.monotonic()
+    with connected() as near:
+        found = [torch.zeros(3000) for _ in range(8)]
+        if rank == 1:
+            for key in reversed(range(8)):
+                time.sleep(0.05)
+                near.send(0, key, torch.full((3000,), float(key)))
+        else:
+
+            def receive(keys: range) -> None:
+                for key in keys:
+                    near.receive(1, key, found[key]).wait()
+
+            threads = [threading.Thread(target=receive, args=(range(i, 8, 2),)) for i in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        dist.barrier()
+        return [float(values[0]) for values in found], time.monotonic() - start
+
+
+def test_two_threads_may_wait() -> None:
+    found, took = run_ranks(in_threads, 2)[0]
+    assert found == [float(key) for key in range(8)]
+    assert took < 10
+
+
 def in_a_child() -> float:
     """How long rank 0 waits for rank 1, which leaves, while a child that it has forked lives on."""
     with connected() as near:
