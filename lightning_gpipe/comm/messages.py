@@ -38,7 +38,7 @@ Kind: TypeAlias = Literal[
     "trial",
     "seed",
     "partition",
-    "completeness",
+    "unbuilt layers",
     "outside weights",
     "shared weights",
     "stage weights",

@@ -66,13 +66,24 @@ def gradient_norms(
     return groups.pipeline.all_reduce(norms) if len(parameters) else norms
 
 
-def scale_to_norm(parameters: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
+def scale_to_norm(
+    parameters: Iterable[Tensor], total: Tensor, max_norm: float, only_finite: bool = False
+) -> None:
     """Scale gradients in place so that their norm is at most ``max_norm``.
 
     Args:
         parameters: The parameters.
         total: The norm that they have.
         max_norm: The norm that they may have.
+        only_finite: Whether an infinite norm is an error.
+
+    Raises:
+        RuntimeError: If it is one.
     """
+    if only_finite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of the gradients is {total.item()}, so they can't be clipped: look for the"
+            " first step with an infinite loss, or give error_if_nonfinite=False."
+        )
     held = [p for p in parameters if p.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)

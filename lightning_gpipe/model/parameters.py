@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.model.elsewhere import HOLDER, Holder, ParameterElsewhere, elsewhere
+from lightning_gpipe.model.elsewhere import (
+    HOLDER,
+    Holder,
+    ParameterElsewhere,
+    elsewhere,
+    is_elsewhere,
+)
 from lightning_gpipe.model.partition import Partition
 
 
@@ -109,22 +115,36 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
+def slots_on_meta(modules: Iterable[nn.Module]) -> list[Slot]:
+    """The parameters and buffers of modules that stand on the meta device, each once."""
+    places: dict[int, tuple[list[tuple[nn.Module, str]], bool]] = {}
+    for module in modules:
+        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for key, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(id(tensor), ([], is_parameter))[0].append((module, key))
+    return [
+        Slot((found[0][1],), tuple(found), is_parameter, None, False)
+        for found, is_parameter in places.values()
+    ]
+
+
 def materialize(backbone: nn.Module) -> list[Slot]:
     """Give tensors on the meta device, where this rank wants no copy, empty memory on the host.
 
     Returns:
         Their places; what stands there means nothing until the module is cut.
     """
-    places: dict[int, tuple[list[tuple[nn.Module, str]], bool]] = {}
-    for module in backbone.modules():
-        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    places.setdefault(id(tensor), ([], is_parameter))[0].append((module, key))
-    slots = [
-        Slot((found[0][1],), tuple(found), is_parameter, None, False)
-        for found, is_parameter in places.values()
-    ]
+    return _materialized(slots_on_meta(backbone.modules()))
+
+
+def materialize_elsewhere(module: nn.Module) -> None:
+    """Give tensors that another stage holds empty memory on the host, to load them."""
+    slots = slots_on_meta(module.modules())
+    _materialized([slot for slot in slots if is_elsewhere(slot.tensor)])
+
+
+def _materialized(slots: list[Slot]) -> list[Slot]:
     with torch.no_grad():
         for slot in slots:
             slot.replace(_empty(slot.tensor, "cpu"))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,20 +13,18 @@ from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
-from lightning_gpipe.model.on_meta import Attributes
-from lightning_gpipe.model.parameters import Slot, materialize, outside_buffers, to_meta
+from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.pipeline import Pipeline, Surroundings
+from lightning_gpipe.pipeline.probe import Reached, probe
 from lightning_gpipe.pipeline.settling import settle
 from lightning_gpipe.pipeline.uncut import Uncut
 from lightning_gpipe.pipeline.weighted import WeightedGradients
-from lightning_gpipe.state.gather import (
-    share_outside,
-)
-from lightning_gpipe.tensors.random_state import preserved
+from lightning_gpipe.state.gather import share_outside
+from lightning_gpipe.state.placement import Placement
 
 
 class PipelinedModule:
@@ -50,15 +47,16 @@ class PipelinedModule:
         self._redirections = Redirections(surroundings.groups.stages == 1)
         try:
             uncut = Uncut.of(module, surroundings, self._redirections)
+            uncut.build()
         except BaseException:
             self._redirections.end()
             raise
         self.backbone = uncut.backbone
         self._state: Uncut | Pipeline = uncut
         self._groups = surroundings.groups
-        self._needs_input = surroundings.settings.needs_input
         self._step: tuple[int, ...] = (0,)
         self._lent: list[Slot] = []
+        self.is_lazy = uncut.building.keeps_parts  # no rank holds all of it, before or after
         self._is_probing = self._is_weighted = False
         self._redirections.add(uncut.body, self._forward)
         for layer in uncut.layers if surroundings.groups.stages > 1 else ():
@@ -76,18 +74,11 @@ class PipelinedModule:
 
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
-        body = self._state.body
-        share_outside(self.module, body, self._groups, self._groups.device)
-        is_whole = self._groups.decide(
-            "completeness", lambda: not any(p.is_meta for p in body.parameters())
-        )
-        if not is_whole:
-            raise RuntimeError(
-                "Rank 0 holds a part of the model only, because an earlier run was interrupted:"
-                " build the module anew, and give the Trainer a checkpoint to go on from."
-            )
-        self._lent = materialize(body)
-        if not self._needs_input:
+        uncut = cast(Uncut, self._state)
+        share_outside(self.module, uncut.body, self._groups, self._groups.device)
+        if not self.is_lazy:
+            self._lent = materialize(uncut.body)
+        if not uncut.needs_input:
             self._cut(None)
 
     def adopt_optimizers(self) -> None:
@@ -136,33 +127,35 @@ class PipelinedModule:
         if isinstance(self._state, Pipeline):
             return NotImplemented
         self._is_probing = True
-        buffers = outside_buffers(self.module, self._state.body)
-        before = [buffer.clone() for buffer in buffers]
-        kept = [(part, Attributes(part)) for part in self.module.modules()]
         try:
-            with torch.no_grad(), preserved(self._groups.device):
-                return step()
-        except _Reached as reached:
-            self._is_probing = False
-            _put_back(kept, buffers, before)  # the step will run once more
-            self._cut(reached.sample, reached.run_layer)
-            return NotImplemented
+            found = probe(step, self.module, self._state.body, self._groups.device)
         finally:
             self._is_probing = False
+        if not isinstance(found, Reached):
+            return found
+        self._cut(found.sample, found.run_layer)
+        return NotImplemented
+
+    @property
+    def parts(self) -> Placement | None:
+        """Which stage goes on holding what after the run; None: all do, or nobody holds a part."""
+        return self._state.parts
 
     @property
     def is_stepping(self) -> bool:
         """Whether a step runs that is run once per micro-batch."""
-        steps = self._state.steps if isinstance(self._state, Pipeline) else None
-        return steps is not None and steps.is_running
+        return self._steps is not None and self._steps.is_running
 
     @property
     def step_trace(self) -> StepTrace | None:
         """What follows the values of a step that runs once per micro-batch, while it does."""
-        steps = self._state.steps if isinstance(self._state, Pipeline) else None
-        if steps is None or not steps.is_running or steps.trace.is_suspended:
-            return None
-        return steps.trace
+        steps = self._steps
+        is_followed = steps and steps.is_running and not steps.trace.is_suspended
+        return steps.trace if steps and is_followed else None
+
+    @property
+    def _steps(self) -> PerMicroBatch | None:
+        return self._state.steps if isinstance(self._state, Pipeline) else None
 
     @property
     def channel(self) -> ObjectChannel:
@@ -227,10 +220,9 @@ class PipelinedModule:
         self._stepping()[0].consistency.check(loss)
 
     def _stepping(self) -> tuple[Pipeline, PerMicroBatch]:
-        pipeline = self._state
-        if not isinstance(pipeline, Pipeline) or pipeline.steps is None:
+        if not isinstance(self._state, Pipeline) or self._state.steps is None:
             raise RuntimeError("The module isn't cut yet.")
-        return pipeline, pipeline.steps
+        return self._state, self._state.steps
 
     def as_written(self) -> AbstractContextManager[None]:
         """Let the backbone and its layers be called as without a pipeline."""
@@ -267,7 +259,7 @@ class PipelinedModule:
     def _forward(self, input: Any, run_layer: RunLayer = run_layer) -> Any:
         """Run the backbone; ``input`` is named as nn.Sequential's."""
         if self._is_probing:
-            raise _Reached(input, run_layer)
+            raise Reached(input, run_layer)
         pipeline = self._cut(input, run_layer)
         if pipeline.steps is not None and pipeline.steps.is_running:
             return pipeline.steps.call(input, run_layer)
@@ -280,23 +272,3 @@ class PipelinedModule:
         pipeline.begin_step(*self._step, training=False)
         pipeline.announce()
         return pipeline
-
-
-def _put_back(
-    kept: list[tuple[nn.Module, Attributes]], buffers: Sequence[Tensor], values: Sequence[Tensor]
-) -> None:
-    """Put back what a step has changed, and hold on to nothing."""
-    while kept:
-        part, attributes = kept.pop()
-        attributes.restore(part)
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
-
-
-class _Reached(BaseException):
-    """A step that was run for a sample of the backbone's input has reached the backbone."""
-
-    def __init__(self, sample: Any, run_layer: RunLayer) -> None:
-        super().__init__()
-        self.sample, self.run_layer = sample, run_layer

@@ -23,6 +23,7 @@ from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.gradients.shared import SharedParameters
+from lightning_gpipe.model.lazy import LazyModule
 from lightning_gpipe.model.parameters import outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
@@ -114,6 +115,7 @@ class Pipeline:
         partial: Warns of the state dict of one stage.
         hooks: To remove at the end.
         outside_memory: Warns if much of a step's memory is outside the backbone.
+        lazy: The module, if no rank has ever held all of it; then each keeps its part; else None.
         lending: Lends what not every stage holds outside the backbone; None: every stage does.
     """
 
@@ -136,12 +138,18 @@ class Pipeline:
     partial: PartialStateDict
     hooks: tuple[RemovableHandle, ...]
     outside_memory: OutsideMemory
+    lazy: LazyModule | None
     lending: Lending | None = None
 
     @property
     def placement(self) -> Placement:
         """Which stage holds what."""
         return self.tensors.placement
+
+    @property
+    def parts(self) -> Placement | None:
+        """See :attr:`PipelinedModule.parts`."""
+        return self.placement if self.lazy is not None else None
 
     def announce(self) -> None:
         """Tell that the module is cut. Collective over all ranks."""
@@ -259,12 +267,17 @@ class Pipeline:
             self._restore()
 
     def _restore(self) -> None:
-        """Bring weights and optimizers' state back, the weights first. Collective."""
+        """Bring weights and optimizers' state back to the host, the weights first. Collective."""
         optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
-        self.tensors.restore()
+        self.tensors.restore(is_whole=self.lazy is None)
         outside_to(self.module, self.body, HOST)  # also what modules such as metrics move along
         if groups.stages == 1:
             self.body.to(HOST)  # also what the user added
+        if self.lazy is not None:
+            self.lazy.kept = self.partition
+            for optimizer in optimizers:
+                state_to(optimizer, HOST)
+            return
         states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
         for optimizer, state in zip(optimizers, states, strict=True):
             if groups.is_first and groups.replica == 0:

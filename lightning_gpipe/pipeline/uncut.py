@@ -28,6 +28,7 @@ from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
+from lightning_gpipe.pipeline.building import Building
 from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.pipeline.outside_memory import OutsideMemory
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
@@ -59,6 +60,8 @@ class Uncut:
         body: The backbone.
         layers: Its layers.
         seed: Of the layers' random numbers; the same on every rank.
+        building: What each rank builds by itself.
+        held: Which layers each stage holds since an earlier run; None: nothing is cut.
     """
 
     module: nn.Module
@@ -68,6 +71,8 @@ class Uncut:
     body: nn.Module
     layers: tuple[nn.Module, ...]
     seed: int
+    building: Building
+    held: Partition | None
 
     @classmethod
     def of(cls, module: nn.Module, around: Surroundings, redirections: Redirections) -> Uncut:
@@ -89,8 +94,26 @@ class Uncut:
         layers = tuple(layers_of(body))
         check_layers(len(layers), around.groups.stages, around.settings, backbone)
         redirections.take_over(body)
-        seed = around.groups.decide("seed", torch.initial_seed)
-        return cls(module, around, redirections, backbone, body, layers, seed)
+        groups = around.groups
+        seed = groups.decide("seed", torch.initial_seed)
+        building = Building.of(module, backbone, layers, groups, seed)
+        held = building.held(groups.stages, around.settings.virtual_stages)
+        return cls(module, around, redirections, backbone, body, layers, seed, building, held)
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether it takes an input of the backbone to cut it."""
+        return self.held is None and self.surroundings.settings.needs_input
+
+    def build(self) -> None:
+        """Give values to what stays whole on this rank, and has none."""
+        self.building.build_outside()
+        if self.surroundings.groups.stages == 1:
+            self.building.build_all()
+
+    @property
+    def parts(self) -> None:
+        """Nobody holds a part."""
 
     def adopt_optimizers(self) -> None:
         """Do nothing: the backbone is in host memory still, and so is the optimizers' state."""
@@ -148,7 +171,8 @@ class Uncut:
             self._tell(partition, micro_batches(chunks, sample), is_list, sample is None)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)
             tensors = StageTensors(placement, groups.pipeline, groups.device)
-            tensors.cut()
+            self.building.build_own(placement, groups.device)
+            tensors.cut(lambda slot: slot.names[0] not in self.building.names)
             share_over_replicas([*placement.own, *placement.shared], groups)
             adopt(around.optimizers(), placement, groups.device)
             own = {
@@ -165,7 +189,9 @@ class Uncut:
         """Choose the layers of each stage, and M."""
         around = self.surroundings
         settings, stages = around.settings, around.groups.stages
-        partition = decide_partition(self.layers, run_layer, stages, settings, sample, around.warn)
+        partition = self.held or decide_partition(
+            self.layers, run_layer, stages, settings, sample, around.warn
+        )
         chunks = decide_chunks(around.chunks, settings, self.body, sample, around.warn)
         return partition, chunks
 
@@ -232,6 +258,7 @@ class Uncut:
             partial,
             tuple(hooks),
             OutsideMemory(engine, placement, around.warn, any(is_told)),
+            self.building.lazy if self.building.keeps_parts and groups.stages > 1 else None,
         )
 
     def _tell(self, partition: Partition, chunks: int, is_list: bool, at_most: bool) -> None:

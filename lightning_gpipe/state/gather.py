@@ -36,12 +36,15 @@ class StageTensors:
     device: torch.device
 
     @torch.no_grad()
-    def cut(self) -> None:
+    def cut(self, is_sent: Callable[[Slot], bool] = lambda slot: True) -> None:
         """Give every stage its layers' tensors, with the first stage's values. Collective.
 
         What is outside the backbone stays as it is, in use already. See :func:`share_outside`.
+
+        Args:
+            is_sent: Whether the first stage has the values; else each that holds them has.
         """
-        self._share()
+        self._share([slot for slot in self.placement.slots if is_sent(slot)])
         self.withhold()
         for slot in self.placement.slots:
             if not slot.is_outside:
@@ -61,12 +64,18 @@ class StageTensors:
                 )
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Bring the whole module to the host memory of every rank. Collective."""
+    def restore(self, is_whole: bool = True) -> None:
+        """Bring the module to the host memory of every rank. Collective.
+
+        Args:
+            is_whole: Whether each rank gets the layers of other stages, too.
+        """
         host, channel = torch.device("cpu"), self.channel
         for slot in self.placement.slots:
             current = slot.current  # the user may have removed it after the last step
-            if slot.owner is not None:  # one by one from the device: there is room for one more
+            if slot.owner is not None and (
+                is_whole or slot.is_outside
+            ):  # one by one from the device: there is room for one more
                 values = None if current is None else current.data
                 values = channel.broadcast("restored weights", values, source=slot.owner)
                 channel.flush()
@@ -97,13 +106,13 @@ class StageTensors:
                 state[key] = gathered[name]
         return state
 
-    def _share(self) -> None:
+    def _share(self, slots: Sequence[Slot]) -> None:
         """Send the first stage's values to the stages that hold them.
 
         Unseeded processes start from others.
         """
-        slots, channel = self.placement.slots, self.channel
-        shared = self.placement.shared
+        channel = self.channel
+        shared = [slot for slot in slots if slot.owner is None and not slot.is_outside]
         own = [slot.tensor.data for slot in shared]
         values = channel.broadcast("shared weights", own, source=0)
         for slot, value in zip(shared, values, strict=True):

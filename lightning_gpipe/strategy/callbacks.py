@@ -121,6 +121,12 @@ def _averages(callbacks: Iterable[object]) -> list[tuple[nn.Module, str]]:
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             copy, is_wrapped = callback._average_model, isinstance(callback, WeightAveraging)
+            if copy is not None and not any(True for _ in copy.parameters()):
+                raise ValueError(
+                    f"{type(callback).__name__} has copied the module before configure_model() has"
+                    " built its layers, so it would average nothing: build them in the"
+                    " constructor, or use EMAWeightAveraging."
+                )
             if copy is not None:
                 found.append((copy, "module." if is_wrapped else ""))
     return found

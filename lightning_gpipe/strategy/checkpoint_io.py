@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from zipfile import is_zipfile
 
+import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -19,6 +21,11 @@ from typing_extensions import override
 from lightning_gpipe.strategy import patches
 
 _HOST = platform.node()
+
+
+def _as_saved(storage: Any, location: Any) -> Any:
+    """Leave a tensor's memory on the host."""
+    return storage
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -46,6 +53,19 @@ class WholeFileIO(TorchCheckpointIO):
         finally:
             with suppress(FileNotFoundError):
                 os.remove(temporary)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any = _as_saved, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        system, local = url_to_fs(str(path))
+        if not isinstance(system, LocalFileSystem) or not is_zipfile(local):
+            return super().load_checkpoint(path, map_location, weights_only)
+        # what a process doesn't hold is never read
+        loaded: dict[str, Any] = torch.load(
+            local, map_location=map_location, mmap=True, weights_only=weights_only
+        )
+        return loaded
 
 
 def _to_disk(path: str) -> None:

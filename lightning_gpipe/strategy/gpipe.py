@@ -177,7 +177,7 @@ class GPipeStrategy(SavingStrategy):
         try:
             if run is not None:
                 self._partition = run.pipeline.partition
-                run.close()
+                self._parts = run.close()
         finally:
             super().teardown()
 

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
 
@@ -129,6 +131,20 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             raise
         finally:
             self._verdict = None
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        strategy: Any = self._strategy
+        with warnings.catch_warnings():
+            if strategy.holds_parts:
+                rank_zero_warn(
+                    "The module was built on the meta device, and each process that was started"
+                    f" for this run by {self._start_method} holds a part of it, until it ends now."
+                    " Keep the weights in a checkpoint, saved inside the run, as ModelCheckpoint"
+                    " does; or let the script run once per process (start_method='popen')."
+                )
+                warnings.filterwarnings("ignore", message=".* is saved without values")
+            return super()._collect_rank_zero_results(trainer, results)
 
     @override
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:

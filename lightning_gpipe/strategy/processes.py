@@ -21,7 +21,7 @@ from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.plan.settings import Settings, check_choice
-from lightning_gpipe.strategy import _lightning, advice, callbacks, refusals, world
+from lightning_gpipe.strategy import _lightning, advice, building, callbacks, refusals, world
 from lightning_gpipe.strategy.checkpoint_io import with_whole_files
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
@@ -85,6 +85,13 @@ class ProcessesStrategy(PlacedStrategy):
         with _lightning.EmptyInit(bool(empty_init)), self.precision_plugin.tensor_init_context():
             yield
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        plugin, module = self.precision_plugin, self._module
+        with building.lazily(module, plugin.module_init_context, self.root_device):
+            yield
+
     @override
     def setup_environment(self) -> None:
         self._checkpoint_io = with_whole_files(self._checkpoint_io)
@@ -108,7 +115,9 @@ class ProcessesStrategy(PlacedStrategy):
             advice.explain_one_stage()
         if self.world_size > 1:
             callbacks.report_first(self._callbacks, self._world.report)
-        if self.global_rank and callbacks.copies_module(self._callbacks):
+        if callbacks.copies_module(self._callbacks):
+            if self.global_rank == 0:
+                refusals.refuse_copies_of_nothing(self._module)
             materialize(self._module)  # what an earlier run left on meta can't be copied
 
     def _take_signals(self) -> None:

@@ -202,6 +202,22 @@ def refuse_callbacks(callbacks: Iterable[object], settings: Settings) -> None:
             )
 
 
+def refuse_copies_of_nothing(module: nn.Module) -> None:
+    """Refuse callbacks that copy a module before its layers have values.
+
+    Args:
+        module: The user's, before the run.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    if any(tensor.is_meta for tensor in module.parameters()):
+        raise ValueError(
+            "A callback that averages weights copies the module before the run, when its layers"
+            " stand on the meta device, without values: build them in the constructor, on the host."
+        )
+
+
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that need the whole model.
 

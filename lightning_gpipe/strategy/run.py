@@ -27,7 +27,7 @@ from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.averages import AveragedCopy
-from lightning_gpipe.state.placement import Owners
+from lightning_gpipe.state.placement import Owners, Placement
 from lightning_gpipe.strategy import (
     _lightning,
     callbacks,
@@ -41,6 +41,7 @@ from lightning_gpipe.strategy.batch_size import searched_over_stages
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
+from lightning_gpipe.strategy.optimizer_states import OptimizerStates
 from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import World
 
@@ -99,6 +100,7 @@ class Run:
                 trial=self._trial,
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
+            self._optimizer_states = OptimizerStates(self.pipeline)
             undo.callback(lambda: self.pipeline.close(self._can_restore()))
             self._averages = undo.enter_context(
                 callbacks.adapted(
@@ -149,10 +151,17 @@ class Run:
         """Become None in a copy of the Trainer, which is outside of the run."""
         return NoneType, ()
 
-    def close(self) -> None:
-        """Give the user the whole module back in host memory, on every rank, but after an error."""
+    def close(self) -> Placement | None:
+        """Give the user the whole module back in host memory, on every rank, but after an error.
+
+        Returns:
+            Which stage holds what, if each goes on holding its part instead.
+        """
+        parts = self.pipeline.parts
         self._undo.close()
-        del self.pipeline  # it knows methods of this object: together they would keep the groups
+        # these know methods of this object: together they would keep the groups
+        del self.pipeline, self._optimizer_states
+        return parts
 
     def can_gather(self) -> bool:
         """Whether the stages that hold parts of the model can be waited for."""
@@ -175,6 +184,7 @@ class Run:
             average.cut(partition)
         groups, trainer = self._world.groups, self._trainer
         cast(PlacedStrategy, trainer.strategy).settle_chunks(self.pipeline.chunks)
+        self._optimizer_states.load_waiting()
         if self._world.rank == 0 and trainer.enable_autolog_hparams:
             how = saving.record(self.pipeline.chunks, groups.stages, groups.replicas, partition)
             how |= {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
@@ -250,12 +260,7 @@ class Run:
     ) -> Tensor:
         """See :meth:`GPipeStrategy.clip_grad_norm_`. Collective over the pipeline."""
         total = self.grad_norm(parameters, norm_type)
-        if only_finite and not total.isfinite():
-            raise RuntimeError(
-                f"The norm of the gradients is {total.item()}, so they can't be clipped: look for"
-                " the first step with an infinite loss, or give error_if_nonfinite=False."
-            )
-        scale_to_norm(parameters, total, max_norm)
+        scale_to_norm(parameters, total, max_norm, only_finite)
         return total
 
     @contextmanager
@@ -288,9 +293,7 @@ class Run:
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
     ) -> None:
         """Load this stage's part of the optimizers' state."""
-        for optimizer, state in zip(optimizers, states, strict=False):
-            optimizer.load_state_dict(self.pipeline.own_optimizer_state(optimizer, state))
-        self.pipeline.adopt_optimizers()
+        self._optimizer_states.load(optimizers, states)
 
 
 @contextmanager

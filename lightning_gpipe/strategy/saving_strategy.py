@@ -7,13 +7,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe.model.parameters import materialize
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.model.lazy import LazyModule
+from lightning_gpipe.model.parameters import materialize_elsewhere
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.state.placement import Placement
 from lightning_gpipe.strategy import saving
+from lightning_gpipe.strategy.holding import HeldParts
 from lightning_gpipe.strategy.processes import ProcessesStrategy
 from lightning_gpipe.strategy.run import Run
 
@@ -30,6 +35,7 @@ class SavingStrategy(ProcessesStrategy):
         super().__init__(*arguments, **options)
         self._partition: Partition | None = None
         self._run: Run | None = None  # from setup to teardown
+        self._parts: Placement | None = None  # what each rank holds since the last run
 
     @property
     def partition(self) -> Partition | None:
@@ -38,15 +44,19 @@ class SavingStrategy(ProcessesStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._run is None:
-            return super().lightning_module_state_dict()
-        return self._run.state_dict()
+        if self._run is not None:
+            return self._run.state_dict()
+        state = super().lightning_module_state_dict()
+        return state if self._held is None else self._held.state_dict(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._run is None:
-            return super().optimizer_state(optimizer)
-        return self._run.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
+        unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._run is not None:
+            return self._run.optimizer_state_dict(unwrapped)
+        if self._held is not None:
+            return self._held.optimizer_state(unwrapped)
+        return super().optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -73,9 +83,11 @@ class SavingStrategy(ProcessesStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._run is None:
-            materialize(self._module)  # what an earlier run left
-        with warnings.catch_warnings():  # what this stage doesn't hold stays on meta
+        lazy = LazyModule.of(self._module)
+        if self._run is None and lazy.kept is None:
+            materialize_elsewhere(self._module)  # what an interrupted run has left
+        with warnings.catch_warnings(), lazy.loading():
+            # what this stage doesn't hold stays on meta
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
             super().load_model_state_dict(checkpoint, strict)
 
@@ -85,6 +97,36 @@ class SavingStrategy(ProcessesStrategy):
             super().load_optimizer_state_dict(checkpoint)
         else:
             self._run.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+
+    def restore_module(self) -> None:
+        """Bring the whole module to the host memory of every rank. Collective over all ranks.
+
+        For a module that was built on the meta device, of which each rank goes on holding its own
+        part after a run. Others are whole then.
+        """
+        if self._held is not None:
+            self._held.restore()
+            LazyModule.of(self._module).kept = self._parts = None
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether each rank holds a part of the module between two runs, and none all of it."""
+        return self._run is None and self._parts is not None
+
+    @property
+    def _held(self) -> HeldParts | None:
+        """What each rank holds between two runs, if none holds all of the module."""
+        if self._run is not None or self._parts is None:
+            return None
+        connect = partial(
+            Groups.connect,
+            self.stages,
+            self._settings.virtual_stages,
+            "gloo",
+            torch.device("cpu"),
+            self._timeout,
+        )
+        return HeldParts(self._parts, connect)
 
     @property
     def _running(self) -> Run:

@@ -1,0 +1,60 @@
+"""Runs a user's step up to the backbone's call, for a sample of its input, and takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.model.on_meta import Attributes
+from lightning_gpipe.model.parameters import outside_buffers
+from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.random_state import preserved
+
+
+class Reached(BaseException):
+    """A step that was run for a sample of the backbone's input has reached the backbone."""
+
+    def __init__(self, sample: Any, run_layer: RunLayer) -> None:
+        super().__init__()
+        self.sample, self.run_layer = sample, run_layer
+
+
+def probe(
+    step: Callable[[], Any], module: nn.Module, body: nn.Module, device: torch.device
+) -> Any | Reached:
+    """Run a step that ends where it calls the backbone.
+
+    Args:
+        step: Raises :class:`Reached` there.
+        module: The user's module.
+        body: Its backbone.
+        device: Where the step computes.
+
+    Returns:
+        What the step returns, or what it has reached the backbone with. Then the module is as it
+        was before.
+    """
+    buffers = outside_buffers(module, body)
+    before = [buffer.clone() for buffer in buffers]
+    kept = [(part, Attributes(part)) for part in module.modules()]
+    try:
+        with torch.no_grad(), preserved(device):
+            return step()
+    except Reached as reached:
+        _put_back(kept, buffers, before)  # the step will run once more
+        return reached
+
+
+def _put_back(
+    kept: list[tuple[nn.Module, Attributes]], buffers: list[Tensor], values: list[Tensor]
+) -> None:
+    """Put back what a step has changed, and hold on to nothing."""
+    while kept:
+        part, attributes = kept.pop()
+        attributes.restore(part)
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

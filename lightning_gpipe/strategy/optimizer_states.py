@@ -1,0 +1,49 @@
+"""The state of optimizers that a checkpoint brings, for what a stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_gpipe.pipeline.module import PipelinedModule
+
+
+class OptimizerStates:
+    """Loads the state of optimizers, at once or when it is known what this stage holds.
+
+    Args:
+        pipeline: The module's.
+    """
+
+    def __init__(self, pipeline: PipelinedModule) -> None:
+        self._pipeline = pipeline
+        self._waiting: tuple[Sequence[Optimizer], Sequence[dict[str, Any]]] | None = None
+
+    def load(self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
+        """Load this stage's part of the optimizers' state.
+
+        Args:
+            optimizers: Those of the run.
+            states: For each the whole module's.
+        """
+        is_known = self._pipeline.partition is not None or not self._pipeline.is_lazy
+        for optimizer, state in zip(optimizers, states, strict=False):
+            if "state" in state:  # not Lightning's stand-in for no optimizer
+                state = self._own(optimizer, state) if is_known else {**state, "state": {}}
+            optimizer.load_state_dict(state)
+        self._waiting = None if is_known else (optimizers, states)
+        self._pipeline.adopt_optimizers()
+
+    def load_waiting(self) -> None:
+        """Load what has waited for the cut."""
+        if self._waiting is not None:
+            self.load(*self._waiting)
+
+    def _own(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Copies of this stage's part: the file that the state is read from may be replaced."""
+        own = self._pipeline.own_optimizer_state(optimizer, state)
+        return {**own, "state": tree_map_only(Tensor, Tensor.clone, own["state"])}

@@ -1,0 +1,399 @@
+"""Modules that each process builds a part of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.model.lazy import LazyModule, children_first, tensors_on_meta
+from lightning_gpipe.model.recording import Recording
+from tests import models
+from tests.ranks import RankError, run_ranks
+from tests.training import trainer
+
+
+class Computed(nn.Module):
+    """Values that don't come from reset_parameters: a table, a random parameter, an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(models.WIDTH, models.WIDTH)
+        steps = torch.arange(models.WIDTH).unsqueeze(1) / torch.tensor(7.0)
+        table[:, 0::2] = torch.sin(steps * torch.tensor([1.0, 2.0, 3.0]))
+        self.register_buffer("table", table)
+        self.scale = nn.Parameter(torch.randn(models.WIDTH) * 0.02 + 1)
+        self.shift = torch.full((models.WIDTH,), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.table + torch.eye(models.WIDTH, dtype=x.dtype)) * self.scale + self.shift
+
+
+def by_data() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(9, 4, padding_idx=0))
+    for parameter in layers.parameters():
+        parameter.data.normal_(0, 0.3)
+    nn.init.orthogonal_(layers[0].weight)
+    nn.init.trunc_normal_(layers[1].weight, std=2.0)
+    with torch.no_grad():
+        layers[0].weight.t()[1:3].uniform_(2, 3)
+    layers[1].bias.data = torch.ones(4)
+    return layers
+
+
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.LSTM(4, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3))
+
+
+def parametrized() -> nn.Module:
+    weighted = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    return nn.Sequential(weighted, nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
+
+
+def with_generator() -> nn.Module:
+    layer = nn.Linear(3, 5)
+    generator = torch.Generator().manual_seed(5)
+    nn.init.normal_(layer.weight, generator=generator)
+    nn.init.uniform_(layer.bias, generator=generator)
+    return layer
+
+
+def tied() -> nn.Module:
+    layers = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    layers[1].weight = layers[0].weight
+    return layers
+
+
+def loaded() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "bias": torch.ones(2)})
+    return layer
+
+
+def gpt() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    small = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "bos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, eos_token_id=1))
+
+
+def resnet() -> nn.Module:
+    return pytest.importorskip("torchvision").models.resnet18(num_classes=3)
+
+
+CONSTRUCTORS = (
+    *(Computed, by_data, recurrent, parametrized, with_generator, tied, loaded, gpt, resnet),
+)
+
+
+@pytest.mark.parametrize("construct", CONSTRUCTORS)
+def test_recorded_values_are_those_of_an_ordinary_run(construct: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    expected, following = construct(), torch.rand(3)
+    root = nn.Module()
+    torch.manual_seed(3)
+    with LazyModule.of(root).recording(root, torch.device("cpu")):
+        root.layers = construct()
+    torch.testing.assert_close(torch.rand(3), following, rtol=0, atol=0)
+    assert next(tensors_on_meta(root.modules()), None) is not None
+    values = LazyModule.of(root).values(children_first(root), 0, "it")
+    names = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    for name, tensor in (*root.layers.named_parameters(), *root.layers.named_buffers()):
+        value = values[id(tensor)] if tensor.is_meta else tensor
+        torch.testing.assert_close(value, names[name].detach(), rtol=0, atol=0, msg=name)
+        assert value.stride() == names[name].stride()
+        assert value.dtype == names[name].dtype
+
+
+def test_attributes_that_are_tensors_have_their_values() -> None:
+    root = nn.Module()
+    with LazyModule.of(root).recording(root, torch.device("cpu")):
+        root.layers = Computed()
+    assert root.layers.table.is_meta
+    assert root.layers.shift.tolist() == [0.5] * models.WIDTH
+
+
+def test_recording_takes_no_memory_of_what_is_built() -> None:
+    recording = Recording(draws=False)
+    with recording.building():
+        layers = [nn.Linear(1 << 20, 1 << 20) for _ in range(3)]  # 12 TiB
+    assert all(layer.weight.is_meta for layer in layers)
+
+
+class Lazy(models.Around):
+    """Its layers are built in configure_model, unless they stand on meta before."""
+
+    how = "configure_model"
+
+    def build(self) -> None:
+        self.is_built = False
+        if self.how == "plain":
+            self.configure_model()
+        elif self.how == "meta":
+            with torch.device("meta"):
+                self.configure_model()
+
+    def configure_model(self) -> None:
+        if self.is_built:
+            return
+        self.is_built = True
+        super().build()
+        self.backbone.append(nn.BatchNorm1d(models.WIDTH))
+        self.backbone.append(nn.Dropout(0.2))
+        self.backbone.append(nn.Linear(models.WIDTH, models.WIDTH))
+        self.backbone[-1].weight = self.backbone[2].weight
+        if self.how != "meta":
+            self.backbone.append(Computed())
+        self.double()
+
+
+class InConfigureModel(Lazy):
+    pass
+
+
+class Plain(Lazy):
+    how = "plain"
+
+
+class OnMeta(Lazy):
+    how = "meta"
+
+
+class Hooked(Lazy):
+    """A hook that is called with every module."""
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.3)
+            nn.init.ones_(module.bias)
+        elif isinstance(module, Computed):
+            nn.init.uniform_(module.scale)
+
+
+class Values(nn.Module):
+    """Needs values in its constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.rand(models.WIDTH)
+        self.scale = nn.Parameter(torch.from_numpy(weight.numpy()).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class NeedsValues(InConfigureModel):
+    def configure_model(self) -> None:
+        if not self.is_built:
+            super().configure_model()
+            self.backbone.append(Values())
+
+
+class PlainNeedsValues(NeedsValues):
+    how = "plain"
+
+
+KINDS = {
+    **{kind.__name__: kind for kind in (InConfigureModel, Plain, OnMeta, Hooked, NeedsValues)},
+    "PlainNeedsValues": PlainNeedsValues,
+}
+
+
+class KeepFirst(L.Callback):
+    """Keeps the values that a stage begins with."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+    def on_before_optimizer_step(self, _: Any, module: L.LightningModule, *__: Any) -> None:
+        if not self.values:
+            self.values = own(module)
+
+
+def own(module: nn.Module) -> dict[str, Tensor]:
+    """What a rank holds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = module.state_dict()
+    return {name: value.detach().clone() for name, value in state.items() if not value.is_meta}
+
+
+def fit(
+    kind: str, stages: int | None, steps: int = 3, balance: str = "flops", **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Train, and return the weights at the first step and at the end."""
+    torch.manual_seed(11)
+    module, keep = KINDS[kind](), KeepFirst()
+    if stages:
+        options["strategy"] = GPipeStrategy(2, stages=stages, balance=balance)
+        options["devices"] = stages
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(max_steps=steps, callbacks=[keep], **options).fit(module)
+    told = [str(warning.message) for warning in caught]
+    return keep.values, own(module), [text for text in told if "meta device" in text]
+
+
+def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole of parts that ranks hold; what several hold is the same."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            torch.testing.assert_close(value, whole.setdefault(name, value), rtol=0, atol=0)
+    return whole
+
+
+@pytest.mark.parametrize("kind", ["InConfigureModel", "OnMeta", "Hooked", "NeedsValues"])
+def test_initial_weights_are_the_same_for_every_number_of_stages(kind: str) -> None:
+    expected, trained, _ = run_ranks(fit, 1, kind, 1)[0]
+    for stages, balance in ((2, "flops"), (3, "params"), (4, "flops")):
+        found = run_ranks(fit, stages, kind, stages, 3, balance)
+        begun = together([first for first, _, _ in found])
+        assert begun.keys() == expected.keys()
+        for name, value in begun.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+        ended = together([last for _, last, _ in found])
+        for name, value in ended.items():
+            torch.testing.assert_close(value, trained[name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_a_module_is_built_as_in_an_ordinary_run() -> None:
+    first, _, _ = fit("Plain", None)
+    _equal_weights(run_ranks(fit, 2, "InConfigureModel", 2), first)
+
+
+def test_a_constructor_that_needs_values_runs_on_the_host() -> None:
+    first, _, _ = fit("PlainNeedsValues", None)
+    found = run_ranks(fit, 2, "NeedsValues", 2)
+    assert "numpy" in "".join(found[0][2])
+    _equal_weights(found, first)
+
+
+def _equal_weights(found: list[Any], first: dict[str, Tensor]) -> None:
+    """Compare what stages begin with; the statistics of batch norm have seen micro-batches."""
+    begun = together([begun for begun, _, _ in found])
+    assert begun.keys() == first.keys()
+    for name, value in begun.items():
+        if "running" not in name and "batches" not in name:
+            torch.testing.assert_close(value, first[name], rtol=0, atol=0, msg=name)
+
+
+class Predicting(InConfigureModel):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(*batch))
+
+
+def again(stages: int, path: str, step: str) -> tuple[Any, ...]:
+    """Train, save, predict and validate, train on, and ask for the whole module."""
+    torch.manual_seed(11)
+    module = Predicting()
+    strategy = GPipeStrategy(2, stages=stages, step=step)  # type: ignore[arg-type]
+    run = trainer(max_epochs=1, limit_train_batches=3, strategy=strategy, devices=stages)
+    data = module.train_dataloader()
+    run.fit(module)
+    held = own(module)
+    run.save_checkpoint(path)
+    predicted = torch.cat(run.predict(module, data))
+    (values,) = run.validate(module, data, verbose=False)
+    second = trainer(
+        max_epochs=1,
+        limit_train_batches=3,
+        strategy=GPipeStrategy(2, stages=stages, step=step),  # type: ignore[arg-type]
+        devices=stages,
+    )
+    second.fit(module)
+    second.strategy.restore_module()
+    return held, predicted, values["val_loss"], own(module)
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_after_a_run_each_rank_goes_on_with_its_part(step: str, tmp_path: Path) -> None:
+    one, two = str(tmp_path / "one.ckpt"), str(tmp_path / "two.ckpt")
+    held, predicted, value, ended = run_ranks(again, 1, 1, one, step)[0]
+    found = run_ranks(again, 3, 3, two, step)
+    for rank, (own_part, outputs, loss, whole) in enumerate(found):
+        assert own_part.keys() < held.keys()
+        assert ("backbone.4.weight" in own_part) == (rank == 1)
+        torch.testing.assert_close(outputs, predicted, rtol=0, atol=1e-12)
+        assert loss == pytest.approx(value, abs=1e-12)
+        assert whole.keys() == ended.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(tensor, ended[name], rtol=0, atol=1e-12, msg=name)
+    saved, expected = (torch.load(path, weights_only=False) for path in (two, one))
+    for name, tensor in saved["state_dict"].items():
+        torch.testing.assert_close(tensor, expected["state_dict"][name], rtol=0, atol=1e-12)
+    states, others = (file["optimizer_states"][0]["state"] for file in (saved, expected))
+    assert states.keys() == others.keys()
+    for key, state in states.items():
+        torch.testing.assert_close(state["exp_avg"], others[key]["exp_avg"], rtol=0, atol=1e-12)
+
+
+def resume(kind: str, stages: int, path: str) -> dict[str, Tensor]:
+    torch.manual_seed(4)  # of no use: all values come from the file
+    module = KINDS[kind]()
+    strategy = GPipeStrategy(2, stages=stages)
+    trainer(max_epochs=2, limit_train_batches=3, strategy=strategy, devices=stages).fit(
+        module, ckpt_path=path
+    )
+    return own(module)
+
+
+def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "it.ckpt")
+    run_ranks(again, 1, 1, path, "mini-batch")
+    expected = run_ranks(resume, 1, "Plain", 1, path)[0]
+    for kind in ("InConfigureModel", "Hooked"):
+        for name, value in together(run_ranks(resume, 2, kind, 2, path)).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+class Uninitialized(OnMeta):
+    def configure_model(self) -> None:
+        if not self.is_built:
+            super().configure_model()
+            self.backbone.append(Computed())
+
+
+class InitializesAll(OnMeta):
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+
+KINDS |= {"Uninitialized": Uninitialized, "InitializesAll": InitializesAll}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("Uninitialized", "'scale' of Computed in 'backbone.9' .* init_weights"),
+        ("InitializesAll", "InitializesAll initializes the whole module"),
+    ],
+)
+def test_what_can_not_be_initialized_is_refused(kind: str, what: str) -> None:
+    with pytest.raises(RankError, match=what):
+        run_ranks(fit, 2, kind, 2)
+
+
+def other_stages() -> None:
+    module = InConfigureModel()
+    for stages in (2, 1):
+        strategy = GPipeStrategy(2, stages=stages)
+        trainer(max_steps=1, strategy=strategy, devices=2).fit(module)
+
+
+def test_other_stages_after_a_run_are_refused() -> None:
+    with pytest.raises(RankError, match=r"one of 2 stages .* since an earlier run"):
+        run_ranks(other_stages, 2)
