@@ -76,6 +76,7 @@ class Configuration:
             "checkpoint": draw.choice(["always", "except_last", "never"]),
             "balance": draw.choice(["flops", "params", "list", "function"]),
             "deferred_batch_norm": draw.random() < 0.8,
+            "shard_optimizer_state": seed % 2 == 1,
         }
         if made.arguments["balance"] == "list":
             cuts = sorted(draw.sample(range(1, len(made.layers)), made.stages - 1))

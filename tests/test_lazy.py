@@ -10,9 +10,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.cli import main
 from lightning_gpipe.model.lazy import LazyModule, children_first, tensors_on_meta
 from lightning_gpipe.model.recording import Recording
 from tests import models
@@ -397,3 +400,77 @@ def other_stages() -> None:
 def test_other_stages_after_a_run_are_refused() -> None:
     with pytest.raises(RankError, match=r"one of 2 stages .* since an earlier run"):
         run_ranks(other_stages, 2)
+
+
+class Replicated(InConfigureModel):
+    """The same mean over all replicas, with a module that does the same in each of them."""
+
+    def configure_model(self) -> None:
+        if not self.is_built:
+            self.is_built = True
+            models.Around.build(self)
+            self.double()
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(7)
+        x, y = torch.randn(2, 24, models.WIDTH, generator=generator, dtype=torch.float64)
+        data, replicas = TensorDataset(x, y), getattr(self.trainer.strategy, "replicas", 1)
+        if replicas == 1:
+            return DataLoader(data, batch_size=8)
+        # every replica has its share of each batch, so that the gradients are the same
+        sampler = DistributedSampler(data, shuffle=False, **self.trainer.distributed_sampler_kwargs)
+        return DataLoader(data, batch_size=8 // replicas, sampler=sampler)
+
+
+class PlainReplicated(Replicated):
+    how = "plain"
+
+
+KINDS |= {"Replicated": Replicated, "PlainReplicated": PlainReplicated}
+
+
+def part(
+    kind: str, stages: int | None, epochs: int, folder: str, ckpt_path: str | None, **options: Any
+) -> dict[str, Tensor]:
+    """Train up to an epoch, save after each, and return what this rank holds."""
+    torch.manual_seed(11)
+    module = KINDS[kind]()
+    if stages:
+        options = {"strategy": GPipeStrategy(2, stages=stages, **options), "devices": 4}
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    run = trainer(max_epochs=epochs, callbacks=[saves], enable_checkpointing=True, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The dirpath has changed")
+        run.fit(module, ckpt_path=ckpt_path)
+    if stages:
+        run.save_checkpoint(f"{folder}/after.ckpt")
+    return own(module)
+
+
+def _parts(*arguments: Any) -> list[dict[str, Tensor]]:
+    return run_ranks(_part_with, 4, *arguments)
+
+
+def _part_with(options: dict[str, Any], *arguments: Any) -> dict[str, Tensor]:
+    return part(*arguments, **options)
+
+
+SHARDED = {"save_distributed_checkpoint": True}
+
+
+def test_parts_are_saved_and_loaded_where_they_are_held(tmp_path: Path) -> None:
+    expected = part("PlainReplicated", None, 4, str(tmp_path / "plain"), None)
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    _parts(SHARDED, "Replicated", 4, 1, one, None)
+    shares_out = {**SHARDED, "shard_optimizer_state": True, "step": "micro-batch"}
+    found = _parts(shares_out, "Replicated", 2, 2, two, f"{one}/epoch=0.ckpt")
+    assert all(len(own_part) < len(expected) for own_part in found)
+    # what is saved after the run comes from all ranks
+    found = _parts({"virtual_stages": 1}, "Replicated", 2, 3, one, f"{two}/after.ckpt")
+    together(found)
+    main(["consolidate", f"{two}/after.ckpt", str(tmp_path / "whole.ckpt")])
+    whole = part("PlainReplicated", None, 4, str(tmp_path / "on"), str(tmp_path / "whole.ckpt"))
+    file = part("PlainReplicated", None, 4, str(tmp_path / "file"), f"{one}/after.ckpt")
+    for name, value in expected.items():
+        torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-10, msg=name)
+        torch.testing.assert_close(file[name], value, rtol=0, atol=1e-10, msg=name)

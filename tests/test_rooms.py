@@ -35,6 +35,8 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["strategy"] = {*MAY_IMPORT}
 MAY_IMPORT["__init__"] = {*MAY_IMPORT}
+MAY_IMPORT["cli"] = {"state"}
+MAY_IMPORT["__main__"] = {"cli"}
 
 #: Who alone may import a library. Where a name stands here, so do the names below it.
 ONLY_IN = {

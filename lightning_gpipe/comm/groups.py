@@ -39,6 +39,8 @@ class Groups:
         nearby: The processes of this machine with which it works.
         ends: The object channel between the first and the last stage; None: it isn't wanted, or
             this rank is neither.
+        everyone: All ranks, over the host, for what they write together; None: it isn't wanted, or
+            there is one.
     """
 
     pipeline: ObjectChannel
@@ -47,6 +49,7 @@ class Groups:
     gradients: tuple[dist.ProcessGroup, ...]
     nearby: Nearby
     ends: ObjectChannel | None = None
+    everyone: dist.ProcessGroup | None = None
 
     @classmethod
     def connect(
@@ -57,6 +60,7 @@ class Groups:
         device: torch.device,
         timeout: timedelta,
         ends: bool = False,
+        everyone: bool = False,
     ) -> Groups:
         """Make this rank's groups. Collective over the world.
 
@@ -67,6 +71,7 @@ class Groups:
             device: This rank's device.
             timeout: How long a rank waits for another before it gives up.
             ends: Whether the first and the last stage have a channel of their own.
+            everyone: Whether all ranks have a group over the host.
         """
         rank, world = dist.get_rank(), range(dist.get_world_size())
         pipelines = [[*world[first : first + stages]] for first in world[::stages]]
@@ -108,6 +113,7 @@ class Groups:
             tuple(make(pipelines, backend) for _ in lanes),
             nearby,
             None if (pair := between_ends()) is None else pair.by_mail(nearby, 2),
+            make([[*world]], "gloo") if everyone and len(world) > 1 else None,
         )
         if not through_host:
             groups._open_channels(stages * virtual_stages)
@@ -169,6 +175,11 @@ class Groups:
         return self.stage == 0
 
     @property
+    def is_first_of_all(self) -> bool:
+        """Whether this is rank 0."""
+        return self.stage == self.replica == 0
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank runs the last layers."""
         return self.stage == self.stages - 1
@@ -178,9 +189,9 @@ class Groups:
         """All of them, once each."""
         channels = self.pipeline.groups or (), self.siblings.groups or ()
         ends = self.ends.groups or () if self.ends is not None else ()
-        return list(
-            dict.fromkeys((*channels[0], *channels[1], *self.activations, *self.gradients, *ends))
-        )
+        everyone = () if self.everyone is None else (self.everyone,)
+        lanes = *self.activations, *self.gradients
+        return list(dict.fromkeys((*channels[0], *channels[1], *lanes, *ends, *everyone)))
 
     def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
         """Let rank 0 decide, and all ranks know. Collective over all pipelines.
@@ -202,7 +213,8 @@ class Groups:
         self.siblings.close()
         if self.ends is not None:
             self.ends.close()
-        for group in (*self.activations, *self.gradients):
+        everyone = () if self.everyone is None else (self.everyone,)
+        for group in (*self.activations, *self.gradients, *everyone):
             dist.destroy_process_group(group)
         self.nearby.close()
 

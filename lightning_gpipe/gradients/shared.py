@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import ObjectChannel
@@ -97,9 +97,7 @@ class SharedParameters:
     def _share_buffers(self) -> None:
         """Give all ranks the first one's buffers. Collective."""
         for slots, channel in self._broadcasts:
-            buffers = [slot.tensor for slot in slots if slot.tensor.numel()]
-            for dtype in dict.fromkeys(b.dtype for b in buffers):
-                self._broadcast([b for b in buffers if b.dtype == dtype], channel)
+            channel.share([slot.tensor for slot in slots])
 
     def _synchronize_gradients(self) -> None:
         groups = self._groups
@@ -133,22 +131,10 @@ class SharedParameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = self._groups.pipeline.all_reduce(_flat(gradients))
+        flat = self._groups.pipeline.all_reduce(torch.cat([g.reshape(-1) for g in gradients]))
         flat = self._groups.siblings.all_reduce(flat)
         if self._groups.replicas > 1:
             flat.div_(self._groups.replicas)
-        _fill(gradients, flat)
-
-    @staticmethod
-    def _broadcast(buffers: list[Tensor], channel: ObjectChannel) -> None:
-        flat = _flat(buffers)  # sent as bytes: not every type can be sent
-        _fill(buffers, channel.broadcast_tensor(flat.view(torch.uint8)).view(flat.dtype))
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _fill(tensors: list[Tensor], flat: Tensor) -> None:
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))

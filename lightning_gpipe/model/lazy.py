@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,6 +83,20 @@ class LazyModule:
         """Let what is copied to tensors on the meta device inside be their values."""
         with self._loaded:
             yield
+
+    def provide(
+        self, own: Mapping[str, Any], values: Mapping[str, Any], read: Callable[[str], Tensor]
+    ) -> None:
+        """Tell what :meth:`loading` will copy from, where that isn't read yet.
+
+        Args:
+            own: The module's state dict.
+            values: What will be loaded; tensors on the meta device stand for what can be read.
+            read: Reads an entry by its key.
+        """
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.is_meta and not is_elsewhere(own[key]):
+                self._loaded.provide(value, partial(read, key))
 
     def forget(self) -> None:
         """Let go of what was recorded: each rank has built what it holds."""

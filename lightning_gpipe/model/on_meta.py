@@ -5,12 +5,17 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# As PyTorch's documentation imports it: no public name leads to it.
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.random_state import preserved
@@ -26,6 +31,20 @@ _CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict, Counter}
 
 class UntraceableLayer(RuntimeError):
     """A layer can't run without data, on the meta device."""
+
+
+class Pretended:
+    """Tensors on the meta device that pass for ones of another device.
+
+    Operations choose the kernels of that device, and save what these save for a backward.
+
+    Args:
+        device: That device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
 def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +71,10 @@ def run_layer_on_meta(
     tensors: Mapping[str, Tensor] | None = None,
     *,
     with_hooks: bool = False,
+    training: bool | None = False,
+    place: Pretended | None = None,
 ) -> Any:
-    """Run a layer in evaluation mode with tensors on the meta device, which leaves no trace in it.
+    """Run a layer with tensors on the meta device, which leaves no trace in it.
 
     Args:
         module: The layer, on any device.
@@ -62,17 +83,20 @@ def run_layer_on_meta(
         value: Its input, on the meta device.
         tensors: What stands for its parameters and buffers; see :func:`meta_tensors`.
         with_hooks: Whether the hooks run that aren't PyTorch's own.
+        training: Whether it runs in training mode; None: as its modules are set. Evaluation does
+            where it can, because layers that synchronize or count do so in training.
+        place: For which device the tensors pass; they all must, then.
 
     Raises:
         UntraceableLayer: If it needs the values of its input.
     """
-    given = dict(tensors if tensors is not None else meta_tensors(module))
+    given = dict(tensors if tensors is not None else meta_tensors(module, place))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return functional_call(module, given, args, kwargs)
 
     try:
-        with _left_as_it_was(module, with_hooks):
+        with _left_as_it_was(module, with_hooks, training, place):
             return run_layer(index, forward, value)
     except Exception as error:
         raise UntraceableLayer(
@@ -81,29 +105,31 @@ def run_layer_on_meta(
         ) from error
 
 
-def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
+def meta_tensors(module: nn.Module, place: Pretended | None = None) -> dict[str, Tensor]:
     """A module's parameters and buffers on the meta device, by name."""
     parameters = {
-        name: to_meta_leaf(p).requires_grad_(p.requires_grad)
+        name: to_meta_leaf(p, place).requires_grad_(p.requires_grad)
         for name, p in module.named_parameters()
     }
-    return {**parameters, **{name: to_meta_leaf(b) for name, b in module.named_buffers()}}
+    return {**parameters, **{name: to_meta_leaf(b, place) for name, b in module.named_buffers()}}
 
 
-def to_meta_leaf(leaf: Any) -> Any:
+def to_meta_leaf(leaf: Any, place: Pretended | None = None) -> Any:
     """A tensor of the same shape, strides and type on the meta device; other leaves as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
-    with torch.no_grad():
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    device = torch.device("meta") if place is None else place.device
+    with torch.no_grad(), nullcontext() if place is None else place.mode:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
 
 @contextmanager
-def _left_as_it_was(module: nn.Module, with_hooks: bool) -> Iterator[None]:
+def _left_as_it_was(
+    module: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
+) -> Iterator[None]:
     """Put back what a call changes: modes, hooks' traces, attributes, generators.
 
-    In evaluation, because layers that synchronize or count do so in training; without the fused
-    kernels of evaluation, whose operations nobody counts.
+    Without the fused kernels of evaluation, whose operations nobody counts.
     """
     kept = [(part, Attributes(part)) for part in module.modules()]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
@@ -111,14 +137,15 @@ def _left_as_it_was(module: nn.Module, with_hooks: bool) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         for part, attributes in kept:
-            attributes.prepare(part, with_hooks)
+            attributes.prepare(part, with_hooks, training, place)
         with (
             preserved(device),
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # the real calls warn
-            yield
+            with nullcontext() if place is None else place.mode:
+                yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for part, attributes in kept:
@@ -134,16 +161,19 @@ class Attributes:
             (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
         ]
 
-    def prepare(self, part: nn.Module, with_hooks: bool) -> None:
-        """Ready a module for a call on the meta device."""
+    def prepare(
+        self, part: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
+    ) -> None:
+        """Ready a module for a call on the meta device; see :func:`run_layer_on_meta`."""
         for name, value in self._values.items():
             if isinstance(value, Tensor):  # neither parameter nor buffer: a table, a cache
-                part.__dict__[name] = to_meta_leaf(value)
-            elif name in _HOOKS and not with_hooks:
-                part.__dict__[name] = OrderedDict(
-                    (key, hook) for key, hook in value.items() if _is_of_torch(hook)
-                )
-        part.__dict__["training"] = False
+                part.__dict__[name] = to_meta_leaf(value, place)
+        if not with_hooks:
+            part.__dict__.update(hooks_of_torch(part))
+        if training is not None:
+            part.__dict__["training"] = training
+        if isinstance(part, nn.SyncBatchNorm):  # without the other processes it saves the same
+            part.__dict__["forward"] = partial(_BatchNorm.forward, part)
 
     def restore(self, part: nn.Module) -> None:
         """Put all back."""
@@ -152,6 +182,15 @@ class Attributes:
         for value, before in self._contents:
             value.clear()
             (value.extend if type(value) in (list, deque) else value.update)(before)
+
+
+def hooks_of_torch(part: nn.Module) -> dict[str, OrderedDict[int, Any]]:
+    """The hooks of a module's calls without the user's, by the attributes that hold them."""
+    return {
+        name: OrderedDict((key, hook) for key, hook in value.items() if _is_of_torch(hook))
+        for name, value in vars(part).items()
+        if name in _HOOKS
+    }
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -113,6 +113,12 @@ class Recording(TorchDispatchMode):
         with torch.device("meta"), _SeeminglyOnHost(), self:
             yield
 
+    def provide(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
+        """Tell where the values of a tensor on the meta device are read from."""
+        view, (_, structure) = View.of(tensor), tree_flatten(((), {}))
+        self._operations.append(_Operation(read, (), structure, (view,), None))
+        self._note([tensor], [], is_unknown=False, replaces=False)
+
     def view(self, tensor: Tensor) -> View | None:
         """A meta tensor whose values follow of what was recorded; None for others."""
         if not tensor.is_meta:
@@ -162,8 +168,10 @@ class Recording(TorchDispatchMode):
             views = tuple(View.of(tensor) for tensor in outputs)
             kept = tuple(self._kept(leaf) for leaf in leaves)
             self._operations.append(_Operation(func, kept, structure, views, state))
-            is_copy = func is torch.ops.aten.copy_.default and not inputs[1].is_meta
-            self._note(is_copy, made, changed, is_unknown)
+            is_copy = func is torch.ops.aten.copy_.default and _shows_all(inputs[0])
+            if is_copy and self.view(inputs[1]):
+                self._made.add(inputs[0].untyped_storage()._cdata)
+            self._note(made, changed, is_unknown, replaces=is_copy and not inputs[1].is_meta)
         return result
 
     def _number(self, func: Any, tensor: Tensor) -> Any:
@@ -175,21 +183,20 @@ class Recording(TorchDispatchMode):
         return 0 if is_random else func(tensor)  # of numbers that nobody will see
 
     def _note(
-        self, is_copy: bool, made: Sequence[Tensor], changed: Sequence[Tensor], is_unknown: bool
+        self, made: Sequence[Tensor], changed: Sequence[Tensor], is_unknown: bool, replaces: bool
     ) -> None:
         """Note what the last operation has made and changed.
 
         Args:
-            is_copy: Whether it is a copy of a real tensor.
             made: Tensors whose storages are new.
             changed: Tensors that it wrote to.
             is_unknown: Whether it depends on numbers that weren't drawn.
+            replaces: Whether nothing is left of what was there before.
         """
         self._alive += [*made, *changed]
         for tensor in (*made, *changed):
             key = tensor.untyped_storage()._cdata
-            replaces = is_copy and _shows_all(tensor)
-            if replaces:  # what was there before means nothing
+            if replaces:
                 self._writers[key] = []
                 self._random.discard(key)
             if replaces or any(tensor is other for other in made):
@@ -249,8 +256,9 @@ class _SeeminglyOnHost(TorchFunctionMode):
         if func in _FROM_VALUES and is_for_host:
             return func(*args, **{**kwargs, "device": _HOST}).to("meta")
         if func is Tensor.new_tensor and is_for_host:
-            kwargs.setdefault("dtype", args[0].dtype)
-            return torch.tensor(*args[1:], **{**kwargs, "device": _HOST}).to("meta")
+            options = {"dtype": args[0].dtype, **kwargs, "device": _HOST}
+            values = options.pop("data", *args[1:])
+            return torch.tensor(values, device=options.pop("device"), **options).to("meta")
         if device is not None and is_for_host:
             kwargs["device"] = torch.device("meta")
         return func(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,8 +63,9 @@ class Building:
         if lazy.kept is not None:
             return cls(module, body, backbone, layers, lazy, frozenset(tensors), seed)
         own = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
-        names = groups.decide("unbuilt layers", lambda: own)
-        if any(is_elsewhere(tensors[name]) for name in names if name in tensors):
+        is_cut = any(map(is_elsewhere, tensors.values()))
+        names, is_cut = groups.decide("unbuilt layers", lambda: (own, is_cut))
+        if is_cut:
             raise RuntimeError(
                 "Rank 0 holds a part of the model only, because an earlier run was interrupted:"
                 " build the module anew, and give the Trainer a checkpoint to go on from."
@@ -116,6 +118,22 @@ class Building:
             self._build(index, slots_on_meta(children_first(layer)), None)
         self.lazy.forget()
 
+    def filled(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Put values into a state dict where it has none, and leave the module as it is.
+
+        Args:
+            state: The module's.
+        """
+        values: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers if self.names else ()):
+            if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
+                values = {**self._values(index), **values}
+        for named in (self.module.named_parameters, self.module.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                if name in state and id(tensor) in values:
+                    state[name] = values[id(tensor)].to(tensor.dtype)
+        return state
+
     def build_own(self, placement: Placement, device: torch.device) -> None:
         """Give values to what this rank holds of the backbone, on its device.
 
@@ -137,8 +155,11 @@ class Building:
         self.lazy.forget()
 
     def _build(self, index: int, slots: Sequence[Slot], device: torch.device | None) -> None:
+        self._fill(slots, self._values(index), device)
+
+    def _values(self, index: int) -> dict[int, torch.Tensor]:
         parts, name = children_first(self.layers[index]), f"{self.backbone}.{index}"
-        self._fill(slots, self.lazy.values(parts, self.seed + 1 + index, name), device)
+        return self.lazy.values(parts, self.seed + 1 + index, name)
 
     @staticmethod
     def _fill(

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
@@ -18,13 +18,12 @@ from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.model.step_trace import StepTrace
-from lightning_gpipe.pipeline.pipeline import Pipeline, Surroundings
+from lightning_gpipe.pipeline.pipeline import Parts, Pipeline, Surroundings
 from lightning_gpipe.pipeline.probe import Reached, probe
 from lightning_gpipe.pipeline.settling import settle
 from lightning_gpipe.pipeline.uncut import Uncut
 from lightning_gpipe.pipeline.weighted import WeightedGradients
 from lightning_gpipe.state.gather import share_outside
-from lightning_gpipe.state.placement import Placement
 
 
 class PipelinedModule:
@@ -53,7 +52,7 @@ class PipelinedModule:
             raise
         self.backbone = uncut.backbone
         self._state: Uncut | Pipeline = uncut
-        self._groups = surroundings.groups
+        self.groups = surroundings.groups
         self._step: tuple[int, ...] = (0,)
         self._lent: list[Slot] = []
         self.is_lazy = uncut.building.keeps_parts  # no rank holds all of it, before or after
@@ -75,14 +74,14 @@ class PipelinedModule:
     def to_device(self) -> None:
         """Move to the device what is outside the backbone, and cut it if that needs no input."""
         uncut = cast(Uncut, self._state)
-        share_outside(self.module, uncut.body, self._groups, self._groups.device)
+        share_outside(self.module, uncut.body, self.groups, self.groups.device)
         if not self.is_lazy:
             self._lent = materialize(uncut.body)
         if not uncut.needs_input:
-            self._cut(None)
+            self._cut(None, self._context(run_layer))
 
     def adopt_optimizers(self) -> None:
-        """Let the optimizers hold the state of this stage's parameters alone, on its device."""
+        """Let optimizers hold the state that this rank keeps alone. Collective over replicas."""
         self._state.adopt_optimizers()
 
     def begin_step(self, *step: int, training: bool = False) -> None:
@@ -101,16 +100,13 @@ class PipelinedModule:
     def backward(
         self, loss: Tensor, retain: bool, synchronize: bool
     ) -> AbstractContextManager[Tensor]:
-        """Run a backward inside this context. Collective.
+        """Run a backward inside a context that gives this stage's loss. Collective.
 
         Args:
             loss: The user's loss.
             retain: Whether the graph is needed once more.
             synchronize: Whether gradients become equal on all ranks that hold a parameter; else
                 they accumulate until a backward for which they do.
-
-        Returns:
-            A context that gives the loss to differentiate on this stage.
         """
         return self._state.backward(loss, retain, synchronize)
 
@@ -128,17 +124,17 @@ class PipelinedModule:
             return NotImplemented
         self._is_probing = True
         try:
-            found = probe(step, self.module, self._state.body, self._groups.device)
+            found = probe(step, self.module, self._state.body, self.groups.device)
         finally:
             self._is_probing = False
         if not isinstance(found, Reached):
             return found
-        self._cut(found.sample, found.run_layer)
+        self._cut(found.sample, found.context)
         return NotImplemented
 
     @property
-    def parts(self) -> Placement | None:
-        """Which stage goes on holding what after the run; None: all do, or nobody holds a part."""
+    def parts(self) -> Parts | None:
+        """What each rank goes on holding after the run; None: all the same."""
         return self._state.parts
 
     @property
@@ -156,11 +152,6 @@ class PipelinedModule:
     @property
     def _steps(self) -> PerMicroBatch | None:
         return self._state.steps if isinstance(self._state, Pipeline) else None
-
-    @property
-    def channel(self) -> ObjectChannel:
-        """The object channel between the stages."""
-        return self._groups.pipeline
 
     def run_steps(
         self,
@@ -233,23 +224,26 @@ class PipelinedModule:
         return self._state.owner(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's state dict, whole on rank 0. Collective."""
+        """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""
         return self._state.state_dict()
 
+    def writes(self) -> Callable[[str], bool]:
+        """Tells which entries of the state dict this rank writes, where all do together."""
+        return self._state.writes()
+
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state dict, whole on rank 0. Collective."""
+        """An optimizer's state dict, in the same way. Collective."""
         return self._state.optimizer_state_dict(optimizer)
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of a whole optimizer's state dict that this stage holds."""
+        """The part of a whole optimizer's state dict that this rank holds."""
         return self._state.own_optimizer_state(optimizer, state)
 
     def close(self, restore: bool) -> None:
         """Give the module back.
 
         Args:
-            restore: Whether to bring all weights to the host memory of every rank, and all
-                optimizer state to rank 0's. Collective then.
+            restore: Whether all ranks get the weights, and rank 0 optimizers' state. Collective.
         """
         self._redirections.end()
         self._state.close(restore)
@@ -258,17 +252,24 @@ class PipelinedModule:
 
     def _forward(self, input: Any, run_layer: RunLayer = run_layer) -> Any:
         """Run the backbone; ``input`` is named as nn.Sequential's."""
-        if self._is_probing:
-            raise Reached(input, run_layer)
-        pipeline = self._cut(input, run_layer)
+        pipeline = self._state
+        if not isinstance(pipeline, Pipeline):
+            context = self._context(run_layer)
+            if self._is_probing:
+                raise Reached(input, context)
+            pipeline = self._cut(input, context)
         if pipeline.steps is not None and pipeline.steps.is_running:
             return pipeline.steps.call(input, run_layer)
         return pipeline.forward(input, run_layer)
 
-    def _cut(self, sample: Any, run_layer: RunLayer = run_layer) -> Pipeline:
+    def _context(self, run_layer: RunLayer) -> ForwardContext:
+        """What surrounds a call of the backbone now."""
+        return ForwardContext.current((), self.groups.device, run_layer)
+
+    def _cut(self, sample: Any, context: ForwardContext) -> Pipeline:
         if isinstance(self._state, Pipeline):
             return self._state
-        self._state = pipeline = self._state.cut(sample, run_layer)
+        self._state = pipeline = self._state.cut(sample, context)
         pipeline.begin_step(*self._step, training=False)
         pipeline.announce()
         return pipeline

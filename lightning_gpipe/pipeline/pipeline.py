@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,27 @@ from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.lending import Lending
 from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.pipeline.outside_memory import OutsideMemory
+from lightning_gpipe.plan.model_memory import ExpectedMemory
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.gather import (
     PartialStateDict,
     StageTensors,
 )
-from lightning_gpipe.state.optimizers import adopt, gather_optimizer, own_part, state_to
+from lightning_gpipe.state.optimizer_shards import OptimizerShards
+from lightning_gpipe.state.optimizers import (
+    adopt,
+    gather_optimizer,
+    own_part,
+    state_to,
+    without_state,
+)
 from lightning_gpipe.state.placement import Owners, Placement
 from lightning_gpipe.tensors.tree import Tree
 
 HOST = torch.device("cpu")
+#: Which stage holds what of a module, and which replica of optimizers' state.
+Parts: TypeAlias = tuple[Placement, OptimizerShards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class Surroundings:
         is_fitting: Whether there will be training steps.
         on_cut: Called when the module has been cut. Collective over all ranks.
         on_settled: Called when it is known who holds what outside the backbone.
-        inform: Prints a text on rank 0.
+        inform: Prints a text on rank 0; others that follow say the same in fewer words.
         warn: Warns on rank 0.
         trial: Whether all stages go on when one fails.
     """
@@ -72,7 +82,7 @@ class Surroundings:
     is_fitting: bool
     on_cut: Callable[[Partition], object]
     on_settled: Callable[[Owners], object]
-    inform: Callable[[str], object]
+    inform: Callable[..., object]
     warn: Callable[[str], object]
     trial: Trial
 
@@ -100,6 +110,7 @@ class Pipeline:
         surroundings: Groups, settings and so on.
         partition: Which layers each stage has.
         tensors: What this stage holds.
+        shards: Which replica keeps the optimizer state of which parameter.
         per_sample: Tells which tensors of the backbone's input are split.
         rank: The stages of this rank.
         engine: Runs its micro-batches where every stage has the whole mini-batch.
@@ -117,6 +128,7 @@ class Pipeline:
         outside_memory: Warns if much of a step's memory is outside the backbone.
         lazy: The module, if no rank has ever held all of it; then each keeps its part; else None.
         lending: Lends what not every stage holds outside the backbone; None: every stage does.
+        memory: What each stage is expected to hold in training; None: not known.
     """
 
     module: nn.Module
@@ -124,6 +136,7 @@ class Pipeline:
     surroundings: Surroundings
     partition: Partition
     tensors: StageTensors
+    shards: OptimizerShards
     per_sample: PerSample
     rank: Rank
     engine: WholeBatch
@@ -140,6 +153,7 @@ class Pipeline:
     outside_memory: OutsideMemory
     lazy: LazyModule | None
     lending: Lending | None = None
+    memory: ExpectedMemory | None = None
 
     @property
     def placement(self) -> Placement:
@@ -147,9 +161,9 @@ class Pipeline:
         return self.tensors.placement
 
     @property
-    def parts(self) -> Placement | None:
+    def parts(self) -> Parts | None:
         """See :attr:`PipelinedModule.parts`."""
-        return self.placement if self.lazy is not None else None
+        return (self.placement, self.shards) if self.lazy is not None else None
 
     def announce(self) -> None:
         """Tell that the module is cut. Collective over all ranks."""
@@ -158,7 +172,8 @@ class Pipeline:
 
     def adopt_optimizers(self) -> None:
         """See :meth:`PipelinedModule.adopt_optimizers`."""
-        adopt(self.surroundings.optimizers(), self.placement, self.tensors.device)
+        optimizers = self.surroundings.optimizers()
+        adopt(optimizers, self.placement, self.shards, self.tensors.device)
 
     def begin_step(self, *step: int, training: bool) -> None:
         """See :meth:`PipelinedModule.begin_step`."""
@@ -234,26 +249,42 @@ class Pipeline:
         """See :meth:`PipelinedModule.state_dict`; replica 0 gathers."""
         with self.partial.silent():
             state: dict[str, Any] = self.module.state_dict()
-        return state if self.surroundings.groups.replica else self.tensors.gather(state)
+        is_alone = self.surroundings.groups.replica or self._saves_parts
+        return state if is_alone else self.tensors.gather(state)
+
+    def writes(self) -> Callable[[str], bool]:
+        """See :meth:`PipelinedModule.writes`."""
+        return self.placement.writes(self.surroundings.groups.replica)
+
+    @property
+    def _saves_parts(self) -> bool:
+        return self.surroundings.settings.save_distributed_checkpoint
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`PipelinedModule.optimizer_state_dict`.
 
         That of an optimizer of an earlier run is whole on rank 0 already.
         """
-        is_spread = any(optimizer is found for found in self.surroundings.optimizers())
-        if self.surroundings.groups.replica or not is_spread:
-            return optimizer.state_dict()
-        return gather_optimizer(optimizer, self.placement, self.tensors.channel)
+        groups, state = self.surroundings.groups, optimizer.state_dict()
+        if not any(optimizer is found for found in self.surroundings.optimizers()):
+            is_saved = groups.is_first_of_all or not self._saves_parts
+            return state if is_saved else without_state(state)
+        if self._saves_parts:
+            return self.own_optimizer_state(optimizer, state)
+        return self._gathered(optimizer)
+
+    def _gathered(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gather_optimizer(optimizer, self.placement, self.shards, self.surroundings.groups)
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`PipelinedModule.own_optimizer_state`."""
-        return own_part(optimizer, self.placement, state)
+        return own_part(optimizer, self.placement, self.shards, state)
 
     def close(self, restore: bool) -> None:
         """See :meth:`PipelinedModule.close`."""
         for hook in self.hooks:
             hook.remove()
+        self.shards.close()
         if self.lending is not None:
             self.lending.close()
         if self.steps is not None:
@@ -278,7 +309,7 @@ class Pipeline:
             for optimizer in optimizers:
                 state_to(optimizer, HOST)
             return
-        states = [self.optimizer_state_dict(optimizer) for optimizer in optimizers]
+        states = [self._gathered(optimizer) for optimizer in optimizers]
         for optimizer, state in zip(optimizers, states, strict=True):
             if groups.is_first and groups.replica == 0:
                 optimizer.load_state_dict(state)

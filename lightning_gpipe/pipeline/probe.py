@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import outside_buffers
-from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.random_state import preserved
 
 
 class Reached(BaseException):
     """A step that was run for a sample of the backbone's input has reached the backbone."""
 
-    def __init__(self, sample: Any, run_layer: RunLayer) -> None:
+    def __init__(self, sample: Any, context: ForwardContext) -> None:
         super().__init__()
-        self.sample, self.run_layer = sample, run_layer
+        self.sample, self.context = sample, context
 
 
 def probe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
+from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.stage import Stage
@@ -26,17 +27,17 @@ from lightning_gpipe.model.loop import is_loop
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
-from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.building import Building
+from lightning_gpipe.pipeline.deciding import decide
 from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.pipeline.outside_memory import OutsideMemory
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
 from lightning_gpipe.pipeline.settling import begin_to_watch
-from lightning_gpipe.plan.balance import check_layers, decide_partition, known_flops
-from lightning_gpipe.plan.chunks import decide_chunks, micro_batches
+from lightning_gpipe.pipeline.telling import Told
+from lightning_gpipe.plan.balance import check_layers, known_flops
 from lightning_gpipe.plan.per_sample import PerSample
-from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.state.gather import (
@@ -44,7 +45,8 @@ from lightning_gpipe.state.gather import (
     StageTensors,
     share_over_replicas,
 )
-from lightning_gpipe.state.optimizers import adopt
+from lightning_gpipe.state.optimizer_shards import OptimizerShards
+from lightning_gpipe.state.optimizers import adopt, all_of, without_state
 from lightning_gpipe.state.placement import Placement
 
 
@@ -62,6 +64,7 @@ class Uncut:
         seed: Of the layers' random numbers; the same on every rank.
         building: What each rank builds by itself.
         held: Which layers each stage holds since an earlier run; None: nothing is cut.
+        shards: Which replica will keep the optimizer state of which parameter.
     """
 
     module: nn.Module
@@ -73,6 +76,7 @@ class Uncut:
     seed: int
     building: Building
     held: Partition | None
+    shards: OptimizerShards
 
     @classmethod
     def of(cls, module: nn.Module, around: Surroundings, redirections: Redirections) -> Uncut:
@@ -95,10 +99,22 @@ class Uncut:
         check_layers(len(layers), around.groups.stages, around.settings, backbone)
         redirections.take_over(body)
         groups = around.groups
-        seed = groups.decide("seed", torch.initial_seed)
+        seed, siblings = groups.decide("seed", torch.initial_seed), groups.siblings
         building = Building.of(module, backbone, layers, groups, seed)
         held = building.held(groups.stages, around.settings.virtual_stages)
-        return cls(module, around, redirections, backbone, body, layers, seed, building, held)
+        is_shared_out = around.settings.shard_optimizer_state and not siblings.is_alone
+        return cls(
+            module,
+            around,
+            redirections,
+            backbone,
+            body,
+            layers,
+            seed,
+            building,
+            held,
+            OptimizerShards(siblings if is_shared_out else None),
+        )
 
     @property
     def needs_input(self) -> bool:
@@ -116,7 +132,8 @@ class Uncut:
         """Nobody holds a part."""
 
     def adopt_optimizers(self) -> None:
-        """Do nothing: the backbone is in host memory still, and so is the optimizers' state."""
+        """Leave state where it is, in host memory as the backbone: the first step will cut it."""
+        self.shards.attach(self.surroundings.optimizers())
 
     def begin_step(self, *step: int, training: bool) -> None:
         """Do nothing: there is no engine yet."""
@@ -137,28 +154,35 @@ class Uncut:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's own."""
+        """The module's own; on the first rank with all values, though no layer is built."""
         state: dict[str, Any] = self.module.state_dict()
-        return state
+        return self.building.filled(state) if self.surroundings.groups.is_first_of_all else state
+
+    def writes(self) -> Callable[[str], bool]:
+        """All on the first rank, whose values all will start from."""
+        is_first = self.surroundings.groups.is_first_of_all
+        return lambda key: is_first
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's own."""
-        return optimizer.state_dict()
+        """The optimizer's own, of which the first rank's counts."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state if self.surroundings.groups.is_first_of_all else without_state(state)
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """All of it."""
-        return state
+        return all_of(optimizer, state)
 
     def close(self, restore: bool) -> None:
         """Bring what is outside the backbone back to host memory."""
+        self.shards.close()
         outside_to(self.module, self.body, HOST)
 
-    def cut(self, sample: Any, run_layer: RunLayer) -> Pipeline:
+    def cut(self, sample: Any, context: ForwardContext) -> Pipeline:
         """Cut the module into stages. Collective over all ranks.
 
         Args:
             sample: The backbone's input, where the balance needs it.
-            run_layer: Runs one of its layers.
+            context: What surrounds the call of the backbone.
         """
         # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
         # the same
@@ -166,15 +190,21 @@ class Uncut:
             around, groups = self.surroundings, self.surroundings.groups
             for layer in self.layers:
                 self.redirections.remove(layer)
-            partition, chunks = groups.decide("partition", lambda: self._decide(sample, run_layer))
-            is_list = isinstance(self.body, nn.ModuleList) or is_loop(run_layer)
-            self._tell(partition, micro_batches(chunks, sample), is_list, sample is None)
+            partition, chunks, memory = groups.decide(
+                "partition",
+                lambda: decide(
+                    self.module, self.body, self.layers, around, sample, context, self.held
+                ),
+            )
+            is_list = isinstance(self.body, nn.ModuleList) or is_loop(context.run_layer)
+            whole = Told(self.module, self.body, self.backbone, self.layers, is_list)
+            whole.tell(around, partition, chunks, sample, memory)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)
             tensors = StageTensors(placement, groups.pipeline, groups.device)
             self.building.build_own(placement, groups.device)
             tensors.cut(lambda slot: slot.names[0] not in self.building.names)
             share_over_replicas([*placement.own, *placement.shared], groups)
-            adopt(around.optimizers(), placement, groups.device)
+            adopt(around.optimizers(), placement, self.shards, groups.device)
             own = {
                 part: {i: self.layers[i] for i in partition.parts[part]}
                 for part in range(groups.stage, len(partition.parts), groups.stages)
@@ -183,17 +213,8 @@ class Uncut:
             for layer in self.layers:
                 if layer not in here:
                     self.redirections.add(layer, not_alone)
-            return self._assembled(replace(around, chunks=chunks), partition, tensors, own)
-
-    def _decide(self, sample: Any, run_layer: RunLayer) -> tuple[Partition, int]:
-        """Choose the layers of each stage, and M."""
-        around = self.surroundings
-        settings, stages = around.settings, around.groups.stages
-        partition = self.held or decide_partition(
-            self.layers, run_layer, stages, settings, sample, around.warn
-        )
-        chunks = decide_chunks(around.chunks, settings, self.body, sample, around.warn)
-        return partition, chunks
+            pipeline = self._assembled(replace(around, chunks=chunks), partition, tensors, own)
+            return replace(pipeline, memory=memory)
 
     def _assembled(
         self,
@@ -231,16 +252,17 @@ class Uncut:
             *(steps is not None, groups.stages == 1),
             outside_share(self.module, self.body) > OUTSIDE_LIMIT,
         )
-        partial = PartialStateDict(around.warn)
+        partial_state = PartialStateDict(around.warn)
         hooks: list[RemovableHandle] = []
         if groups.stages > 1:
-            hooks.append(self.body.register_state_dict_post_hook(partial))
+            hooks.append(self.body.register_state_dict_post_hook(partial_state))
         return Pipeline(
             self.module,
             self.body,
             around,
             partition,
             tensors,
+            self.shards,
             PerSample(self.layers, around.chunks, self.redirections.suspended),
             rank,
             engine,
@@ -255,43 +277,8 @@ class Uncut:
             ParameterHooks(placement.own, placement.replicated, groups),
             Structure.of(self.module, self.backbone, groups.stages == groups.replicas == 1),
             ConsistencyCheck(placement.replicated, groups),
-            partial,
+            partial_state,
             tuple(hooks),
             OutsideMemory(engine, placement, around.warn, any(is_told)),
             self.building.lazy if self.building.keeps_parts and groups.stages > 1 else None,
         )
-
-    def _tell(self, partition: Partition, chunks: int, is_list: bool, at_most: bool) -> None:
-        """Print the partition, and warn of what may surprise."""
-        around, groups = self.surroundings, self.surroundings.groups
-        outside = outside_share(self.module, self.body)
-        table = partition_table(
-            partition,
-            self.backbone,
-            self.layers,
-            is_list,
-            around.devices,
-            chunks,
-            around.settings,
-            outside,
-            groups.replicas,
-            at_most,
-        )
-        around.inform(f"\n{table}")  # a progress bar may stand on the line
-        for name, module in self.body.named_modules():
-            if getattr(module, "batch_first", True) is False:
-                around.warn(
-                    f"'{self.backbone}.{name}' ({type(module).__name__}) has batch_first=False, but"
-                    " micro-batches are cut along dimension 0: it must be the batch, or the layer"
-                    " sees slices of time. Build it with batch_first=True."
-                )
-                break
-        is_replicated = around.settings.step == "mini-batch"
-        if outside > OUTSIDE_LIMIT and groups.stages > 1 and is_replicated:
-            around.warn(
-                f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
-                " Every stage holds and computes them: with GPipeStrategy(step='micro-batch') the"
-                " first or the last stage alone does, if the loss is a mean over samples or tokens."
-                " Or move what you can into the backbone, or name another one with"
-                " GPipeStrategy(backbone=...)."
-            )

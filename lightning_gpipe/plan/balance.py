@@ -11,8 +11,9 @@ from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.cost import flop_costs, function_costs, module_flops, parameter_costs
-from lightning_gpipe.plan.cut import cut
+from lightning_gpipe.plan.cut import LimitTooLow, cut
 from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.timing import UntimableLayer
 
 
 def decide_partition(
@@ -21,9 +22,15 @@ def decide_partition(
     stages: int,
     settings: Settings,
     sample: Any,
+    measure: Callable[[], list[float]],
     warn: Callable[[str], object],
+    memories: Sequence[float] | None = None,
+    limit: float | None = None,
 ) -> Partition:
     """Share the layers out between the stages.
+
+    With V virtual stages every one of them keeps within 1/V of the limit, so that the V of a stage
+    keep within it together.
 
     Args:
         layers: The backbone's.
@@ -31,10 +38,15 @@ def decide_partition(
         stages: K.
         settings: What the user chose.
         sample: The backbone's input, if ``settings.needs_input``.
+        measure: Measures what each layer takes; see :func:`lightning_gpipe.plan.timing.time_costs`.
         warn: Called with a text if the layers can't be balanced as the user chose.
+        memories: Bytes of each layer.
+        limit: The most bytes that a stage's layers may hold together. An explicit list of layers
+            is taken as it is.
 
     Raises:
-        ValueError: If the user's cost function returns no finite number from 0.
+        ValueError: If the user's cost function returns no finite number from 0, or no cut keeps
+            every stage within the limit.
         UntraceableLayer: If the user's cost function needs the input of a layer that can't run
             without data.
     """
@@ -42,19 +54,39 @@ def decide_partition(
     costs, unit = parameter_costs(layers), "params"
     if settings.sizes is not None:
         return Partition(settings.sizes, tuple(costs), unit, settings.virtual_stages)
+    if balance == "time":
+        try:
+            costs, unit = measure(), "time"
+        except UntimableLayer as error:
+            balance = "flops"
+            warn(
+                f"Layers are balanced by operations: they can't be timed, because {error}. Choose"
+                " balance='flops' or a list of layers per stage to silence this."
+            )
     if balance == "flops":
         try:
-            recomputes = settings.checkpoint not in ("never", 0)
-            costs, unit = flop_costs(layers, run_layer, sample, recomputes), "flops"
+            costs, unit = flop_costs(layers, run_layer, sample, settings.recomputes), "flops"
         except UntraceableLayer as error:
             warn(
                 "Layers are balanced by parameters: their operations can't be counted, because"
                 f" {error}. Choose balance='params' or a list of layers per stage to silence this."
             )
+    elif balance == "memory" and memories is not None:
+        costs, unit = list(memories), "memory"
     elif callable(balance):
         costs, unit = function_costs(layers, run_layer, sample, balance), "cost"
-    parts = stages * settings.virtual_stages
-    return Partition(cut(costs, parts), tuple(costs), unit, settings.virtual_stages)
+    virtual = settings.virtual_stages
+    try:
+        each = None if limit is None else limit // virtual
+        sizes = cut(costs, stages * virtual, memories, each)
+    except LimitTooLow as error:
+        if virtual == 1:
+            raise
+        raise ValueError(
+            f"{error} These are virtual stages, {virtual} of each stage, and each may hold"
+            f" 1/{virtual} of its limit: {virtual * error.least:,} bytes would do for a stage."
+        ) from error
+    return Partition(sizes, tuple(costs), unit, virtual)
 
 
 def check_layers(layers: int, stages: int, settings: Settings, backbone: str) -> None:

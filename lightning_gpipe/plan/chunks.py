@@ -57,3 +57,12 @@ def micro_batches(chunks: int, sample: Any) -> int:
     tree = Tree.of(sample, "The backbone's input")
     first = batch_leaf(tree)
     return chunks if first is None else max(1, min(chunks, tree.leaves[first].shape[0]))
+
+
+def largest_micro_batch(chunks: int, sample: Any) -> int | None:
+    """How many samples the largest micro-batch of an input has; None: not known."""
+    tree = Tree.of(sample, "The backbone's input")
+    first = batch_leaf(tree)
+    if first is None:
+        return None
+    return -(-int(tree.leaves[first].shape[0]) // micro_batches(chunks, sample))

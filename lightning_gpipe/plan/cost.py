@@ -21,7 +21,7 @@ from lightning_gpipe.schedule.costs import BACKWARD_RATIO
 from lightning_gpipe.tensors.tree import Tree
 
 CostFunction: TypeAlias = Callable[[nn.Module, Any], float]
-Balance: TypeAlias = Literal["flops", "params"] | Sequence[int] | CostFunction
+Balance: TypeAlias = Literal["flops", "params", "memory", "time"] | Sequence[int] | CostFunction
 
 
 def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:

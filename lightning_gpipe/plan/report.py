@@ -8,8 +8,10 @@ from torch import nn
 
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.plan.model_memory import human_bytes
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.stage_memory import StageMemory
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
@@ -29,6 +31,8 @@ def partition_table(
     outside: float,
     replicas: int,
     at_most: bool = False,
+    memories: Sequence[StageMemory] | None = None,
+    samples: int | None = None,
 ) -> str:
     """The partition as a table, one row a stage, and what to expect of it.
 
@@ -43,9 +47,13 @@ def partition_table(
         outside: Share of the module's parameters outside the backbone, 0 to 1.
         replicas: D.
         at_most: Whether there may be fewer micro-batches, because no batch was seen yet.
+        memories: What each stage is expected to hold in training; None: not known; empty: there
+            will be no training.
+        samples: In a micro-batch, as far as it is known.
     """
-    header = ("Stage", "Device", "Layers", "Parameters", f"Share of {partition.unit}")
-    rows = []
+    header = ["Stage", "Device", "Layers", "Parameters", f"Share of {partition.unit}"]
+    header += ["Memory"] if memories is None or memories else []
+    rows: list[list[str]] = []
     for k, (parts, share) in enumerate(zip(partition.stages, partition.shares, strict=True)):
         names = ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
         own = [layers[i] for part in parts for i in part]
@@ -53,7 +61,9 @@ def partition_table(
         shown = ", ".join(kinds[:3]) + (", …" if len(kinds) > 3 else "")
         parameters = {id(p): p for layer in own for p in layer.parameters()}.values()
         count = sum(p.numel() for p in parameters)
-        rows.append((str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"))
+        row = [str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"]
+        memory = ["?"] if memories is None else [_memory(memories[k])] if memories else []
+        rows.append([*row, *memory])
     widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
     rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
     lines = [
@@ -76,8 +86,31 @@ def partition_table(
             f"Expected bubble {expected_bubble(partition, chunks, settings):.1%} of the time;"
             f" {outside:.1%} of the parameters are outside the backbone, on"
             f" {'every stage' if settings.step == 'mini-batch' else 'the stages that need them'}",
+            *_memory_note(memories, settings, samples),
         ]
     )
+
+
+def _memory(memory: StageMemory) -> str:
+    """What a stage holds: what stays, and what comes and goes."""
+    return f"{human_bytes(memory.kept)} + {human_bytes(memory.of_micro_batches)}"
+
+
+def _memory_note(
+    memories: Sequence[StageMemory] | None, settings: Settings, samples: int | None
+) -> list[str]:
+    """What the column of memory counts."""
+    if not memories:
+        return []
+    state = "parameters, gradients and optimizer state"
+    if any(memory.optimizer is None for memory in memories):
+        state = "parameters and gradients, without the optimizer's state, which isn't known"
+    where = "outside the backbone" + ", and what is held there" * (settings.step != "mini-batch")
+    each = "" if samples is None else f" of {samples} sample{'s' * (samples > 1)}"
+    return [
+        f"Memory: {state} + micro-batches{each} at their peak, without what the step computes"
+        f" {where}"
+    ]
 
 
 def outside_share(module: nn.Module, backbone: nn.Module) -> float:

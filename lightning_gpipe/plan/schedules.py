@@ -14,7 +14,8 @@ from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.search import search
 
 _HELD = 2  # micro-batches whose activations a stage may hold, even if all are recomputed
-_FILLED = 1.5  # what it may hold of those that are kept, times K: 1F1B holds K
+#: What a stage may hold of those that are kept, times K: 1F1B holds K.
+HELD_OF_KEPT = 1.5
 
 
 @dataclass(slots=True)
@@ -80,4 +81,4 @@ class Schedules:
         """The largest number of micro-batches whose activations a stage holds."""
         kept = micro_batches - recomputed(self.settings.checkpoint, micro_batches)
         stages = max(self.placement) + 1
-        return math.inf if stages == 1 else max(_HELD, min(kept, _FILLED * stages))
+        return math.inf if stages == 1 else max(_HELD, min(kept, HELD_OF_KEPT * stages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -31,6 +32,9 @@ class Settings:
     virtual_stages: int = 1
     step: StepMode = "mini-batch"
     schedule: ScheduleName = "auto"
+    save_distributed_checkpoint: bool = False
+    shard_optimizer_state: bool = False
+    memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunks", "stages"):
@@ -49,6 +53,7 @@ class Settings:
                 " step='mini-batch' the loss needs all outputs: give step='micro-batch', too."
             )
         _check_balance(self.balance)
+        object.__setattr__(self, "memory_limit", _limit(self.memory_limit))
         object.__setattr__(self, "checkpoint", _checkpoint(self.checkpoint))
 
     @property
@@ -59,9 +64,20 @@ class Settings:
         return None
 
     @property
+    def limit(self) -> int | None:
+        """``memory_limit`` in bytes."""
+        return cast("int | None", self.memory_limit)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any activations are re-materialized."""
+        return self.checkpoint not in ("never", 0)
+
+    @property
     def needs_input(self) -> bool:
-        """Whether the balance depends on the backbone's input."""
-        return self.balance != "params" and self.sizes is None
+        """Whether the balance, or a limit of memory, depends on the backbone's input."""
+        by_layers = self.balance != "params" and self.sizes is None
+        return by_layers or self.memory_limit is not None
 
     def for_loggers(self) -> dict[str, Any]:
         """What was chosen, beside the numbers of stages and micro-batches."""
@@ -72,6 +88,8 @@ class Settings:
             "virtual_stages": self.virtual_stages,
             "step": self.step,
             "schedule": self.schedule,
+            "shard_optimizer_state": self.shard_optimizer_state,
+            "memory_limit": self.memory_limit,
         }
 
 
@@ -103,6 +121,25 @@ def _checkpoint(value: object) -> Checkpoint:
     )
 
 
+def _limit(value: object) -> int | None:
+    """A number of bytes, or a text such as "16GB" or "15.5 GiB"."""
+    if value is None:
+        return None
+    if _is_count(value):
+        return int(cast(Integral, value))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B\s*", str(value))
+    if isinstance(value, str) and found is not None:
+        number, letter, binary = found.groups()
+        thousand, power = 1024 if binary else 1000, 1 + "KMGT".index(letter.upper())
+        nbytes = int(float(number) * thousand**power)
+        if nbytes:
+            return nbytes
+    raise ValueError(
+        "memory_limit must be None, a whole number of bytes from 1, or a text such as '16GB' or"
+        f" '15.5GiB', got memory_limit={value!r}."
+    )
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Check that an argument is one of a few strings."""
     if value not in choices:
@@ -113,7 +150,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def _check_balance(balance: object) -> None:
     if isinstance(balance, str):
-        check_choice("balance", balance, ("flops", "params"))
+        check_choice("balance", balance, ("flops", "params", "memory", "time"))
     elif isinstance(balance, Sequence):
         if not balance or not all(map(_is_count, balance)):
             raise ValueError(
@@ -121,6 +158,7 @@ def _check_balance(balance: object) -> None:
             )
     elif not callable(balance):
         raise ValueError(
-            "balance must be 'flops', 'params', a list of layers per stage or a function, got"
-            f" {balance!r}."
+            "balance must be 'flops', 'params', 'memory', 'time', a list of layers per stage or a"
+            " function,"
+            f" got {balance!r}."
         )

@@ -28,14 +28,14 @@ class AveragedCopy:
         module: The copy, or a module around it. It stays on the device where it is.
         backbone: Dotted name of the copy's backbone in it.
         groups: The process groups.
-        can_gather: Tells whether the other stages can be waited for.
+        gathers: Tells whether the first rank's state dict is to be whole, and can be.
     """
 
     def __init__(
-        self, module: nn.Module, backbone: str, groups: Groups, can_gather: Callable[[], bool]
+        self, module: nn.Module, backbone: str, groups: Groups, gathers: Callable[[], bool]
     ) -> None:
         self._module, self._backbone, self._groups = module, backbone, groups
-        self._can_gather = can_gather
+        self._gathers = gathers
         self._tensors: StageTensors | None = None
         first = next(module.parameters(), None)
         self._device = torch.device("cpu") if first is None or first.is_meta else first.device
@@ -77,7 +77,7 @@ class AveragedCopy:
     def _state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The whole copy's on the first rank, for a checkpoint."""
         state: dict[str, Any] = type(self._module).state_dict(self._module, *args, **kwargs)
-        if self._tensors is None or self._groups.replica or not self._can_gather():
+        if self._tensors is None or self._groups.replica or not self._gathers():
             return state
         return self._tensors.gather(state)
 

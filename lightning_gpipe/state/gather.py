@@ -102,7 +102,7 @@ class StageTensors:
             if owner:
                 name = first_name.get(key, key)
                 if name not in gathered:
-                    gathered[name] = to_first_stage(self.channel, "state dict", owner, value)
+                    gathered[name] = to_first(self.channel, "state dict", owner, value)
                 state[key] = gathered[name]
         return state
 
@@ -205,10 +205,10 @@ def share_over_replicas(slots: Sequence[Slot], groups: Groups) -> None:
     groups.siblings.flush()
 
 
-def to_first_stage(channel: ObjectChannel, kind: Kind, owner: int, value: Any) -> Any:
-    """Move a value from a stage to the first one's host memory; others keep theirs.
+def to_first(channel: ObjectChannel, kind: Kind, owner: int, value: Any) -> Any:
+    """Move a value from a member to the first one's host memory; others keep theirs.
 
-    Collective over the first stage and the one that holds the value.
+    Collective over the first member and the one that holds the value.
     """
     if channel.index == owner:
         channel.send(kind, value, to=0)

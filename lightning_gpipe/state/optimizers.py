@@ -1,56 +1,107 @@
-"""The state of optimizers, of which every stage holds that of its own parameters."""
+"""The state of optimizers, of which every rank holds that of its own parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpipe.comm.messages import ObjectChannel
-from lightning_gpipe.state.gather import to_first_stage
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.state.gather import to_first
+from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.placement import Placement
+from lightning_gpipe.state.stored import Stored
 
 
 def gather_optimizer(
-    optimizer: Optimizer, placement: Placement, channel: ObjectChannel
+    optimizer: Optimizer, placement: Placement, shards: OptimizerShards, groups: Groups
 ) -> dict[str, Any]:
-    """An optimizer's state dict. Collective over the pipeline.
+    """An optimizer's state dict. Collective over all ranks.
+
+    What a replica keeps goes to the first one of its stage, and from there to the first stage.
 
     Returns:
-        On the first stage that of an optimizer of the whole module; on others their own part.
+        On rank 0 that of an optimizer of the whole module; on others their own part.
     """
     state: dict[str, Any] = optimizer.state_dict()
     if "state" not in state:  # Lightning's stand-in where configure_optimizers returned None
         return state
     parameters = _parameters(optimizer)
-    owners = [placement.owner(p) for p in parameters]
-    own = {i: s for i, s in state["state"].items() if placement.is_here(parameters[i])}
-    for stage in range(1, len(channel.ranks)):
-        part = {i: s for i, s in own.items() if owners[i] == stage}
-        theirs = to_first_stage(channel, "optimizer state", stage, part)
-        if channel.index == 0:
-            own.update(theirs)
+    own = own_part(optimizer, placement, shards, state)["state"]
+    saved = {i: s for i, s in own.items() if (placement.owner(parameters[i]) or 0) == groups.stage}
+    for keeper in range(shards.count):
+        part = {i: s for i, s in saved.items() if shards.keeper(parameters[i]) == keeper}
+        if keeper:
+            part = to_first(groups.siblings, "optimizer state", keeper, part)
+        for stage in range(groups.stages) if groups.replica == 0 else ():
+            theirs = to_first(groups.pipeline, "optimizer state", stage, part) if stage else part
+            if groups.is_first:
+                own.update(theirs)
     state["state"] = dict(sorted(own.items()))
     return state
 
 
-def own_part(optimizer: Optimizer, placement: Placement, state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a whole module's optimizer state dict that this stage holds."""
+def own_part(
+    optimizer: Optimizer, placement: Placement, shards: OptimizerShards, state: dict[str, Any]
+) -> dict[str, Any]:
+    """The part of a whole module's optimizer state dict that this rank holds."""
     if "state" not in state:
         return state
     parameters = _parameters(optimizer)
-    own = {i: s for i, s in state["state"].items() if placement.is_here(parameters[int(i)])}
-    return {**state, "state": own}
+    here = [i for i in state["state"] if is_kept(parameters[int(i)], placement, shards)]
+    return {**state, "state": _only(here, state["state"], parameters)}
 
 
-def adopt(optimizers: Iterable[Optimizer], placement: Placement, device: torch.device) -> None:
-    """Let optimizers hold the state of this stage's parameters alone, on its device."""
+def all_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict, read if it is stored."""
+    if "state" not in state:
+        return state
+    return {**state, "state": _only([*state["state"]], state["state"], _parameters(optimizer))}
+
+
+def _only(indices: Sequence[int], states: Any, parameters: Sequence[Tensor]) -> dict[int, Any]:
+    """The states of some parameters; what is read gets the strides of its parameter."""
+    if not isinstance(states, Stored):
+        return {index: states[index] for index in indices}
+    read = states.only(indices)
+    for index, entries in read.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
+            like = parameters[int(index)]
+            if isinstance(value, Tensor) and value.shape == like.shape:
+                strided = torch.empty_strided(
+                    like.shape, like.stride(), dtype=value.dtype, device=value.device
+                )
+                entries[key] = strided.copy_(value) if value.stride() != like.stride() else value
+    return read
+
+
+def without_state(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict that says nothing of any parameter."""
+    return {**state, "state": {}} if "state" in state else state
+
+
+def is_kept(parameter: Tensor, placement: Placement, shards: OptimizerShards) -> bool:
+    """Whether this rank keeps the optimizer state of a parameter."""
+    return placement.is_here(parameter) and shards.keeps(parameter)
+
+
+def adopt(
+    optimizers: Sequence[Optimizer],
+    placement: Placement,
+    shards: OptimizerShards,
+    device: torch.device,
+) -> None:
+    """Let optimizers hold the state that this rank keeps alone, on its device.
+
+    Collective over the replicas, where they share it out.
+    """
+    shards.share_out(optimizers, placement)
     for optimizer in optimizers:
         for parameter in list(optimizer.state):
-            if not placement.is_here(parameter):
+            if not is_kept(parameter, placement, shards):
                 del optimizer.state[parameter]
         state_to(optimizer, device)
 

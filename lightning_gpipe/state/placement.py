@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -119,6 +119,30 @@ class Placement:
                 return slot.owner
         stages = (stage for layer, stage in self.layers.items() if key.startswith(f"{layer}."))
         return next(stages, None)
+
+    def writes(self, replica: int) -> Callable[[str], bool]:
+        """What of a state dict this rank writes, where all ranks write together.
+
+        Parameters are the same on all ranks that hold them, which share them out. Of anything else,
+        such as buffers, the first replica's and, where all stages have one, the first stage's
+        counts.
+
+        Args:
+            replica: This rank's pipeline.
+
+        Returns:
+            Tells it by an entry's key.
+        """
+        slots = {name: slot for slot in self.slots for name in slot.names}
+
+        def is_written(key: str) -> bool:
+            slot = slots.get(key)
+            if slot is not None and slot.is_parameter:
+                return slot.is_on(self.stage)
+            owner = self.owner_of_key(key) if slot is None else slot.owner
+            return replica == 0 and (owner or 0) == self.stage
+
+        return is_written
 
     def is_here(self, parameter: Tensor) -> bool:
         """Whether this stage holds a parameter."""

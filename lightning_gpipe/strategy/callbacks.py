@@ -40,6 +40,7 @@ def adapted(
     can_gather: Callable[[], bool],
     has_saved: Callable[[], bool],
     averages: bool,
+    is_sharded: bool,
 ) -> Iterator[list[AveragedCopy]]:
     """Let callbacks work on a pipeline, until the end of the run. Collective over all ranks.
 
@@ -50,11 +51,13 @@ def adapted(
         can_gather: Tells whether the other stages can be waited for.
         has_saved: Tells whether all ranks have saved on an exception.
         averages: Whether callbacks use the averages that they keep; they may be another module's.
+        is_sharded: Whether every rank saves its part of them.
 
     Yields:
         The copies of the module that the callbacks keep.
     """
     is_alone = groups.stages * groups.replicas == 1  # copies stay what they are then
+    gathers = (lambda: False) if is_sharded else can_gather
     on_meta = partial(forward_on_meta, pipeline.module, pipeline.as_written, rank_zero_warn)
     with (
         _throughput_of_pipelines(callbacks, groups.replicas, groups.stages),
@@ -66,7 +69,7 @@ def adapted(
         patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
     ):
         yield [
-            AveragedCopy(copy, f"{prefix}{pipeline.backbone}", groups, can_gather)
+            AveragedCopy(copy, f"{prefix}{pipeline.backbone}", groups, gathers)
             for copy, prefix in (_averages(callbacks) if averages and not is_alone else ())
         ]
 

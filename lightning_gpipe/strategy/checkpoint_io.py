@@ -1,14 +1,11 @@
-"""Checkpoint files: written whole or not at all."""
+"""Checkpoint files and folders: written whole or not at all."""
 
 from __future__ import annotations
 
-import glob
-import os
-import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from zipfile import is_zipfile
 
 import torch
@@ -18,9 +15,11 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
+from lightning_gpipe.state import replacing
+from lightning_gpipe.state.parts import Part, refuse_other_files, remove, write
+from lightning_gpipe.state.sharded import Folder
 from lightning_gpipe.strategy import patches
-
-_HOST = platform.node()
+from lightning_gpipe.strategy.reader import world_as_it_is
 
 
 def _as_saved(storage: Any, location: Any) -> Any:
@@ -32,34 +31,42 @@ class WholeFileIO(TorchCheckpointIO):
     """Lightning's default, except that a file is replaced only once the new one is written.
 
     Lightning's own moves the new file from the temporary folder, which may be on another disk,
-    where moving is copying.
+    where moving is copying. Sharded checkpoints, which are folders, are read, written and removed
+    in the same way.
     """
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any] | Part, path: Any, storage_options: Any | None = None
     ) -> None:
+        if isinstance(checkpoint, Part):
+            with world_as_it_is():  # this may be the background, while a batch is read
+                write(checkpoint, str(path))
+            return
         system, local = url_to_fs(str(path))
         if not isinstance(system, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        _remove_leftovers(local)
-        temporary = f"{local}.{_HOST}-{os.getpid()}.tmp"
+        refuse_other_files(local)
+        replacing.remove_leftovers(local)
+        temporary = replacing.temporary_name(local)
         try:
             super().save_checkpoint(checkpoint, temporary, storage_options)
-            _to_disk(temporary)
-            os.replace(temporary, local)
-            _to_disk(os.path.dirname(local))
+            replacing.take_place(temporary, local)
         finally:
-            with suppress(FileNotFoundError):
-                os.remove(temporary)
+            replacing.remove(temporary)
 
     @override
     def load_checkpoint(
         self, path: Any, map_location: Any = _as_saved, weights_only: bool | None = None
     ) -> dict[str, Any]:
         system, local = url_to_fs(str(path))
-        if not isinstance(system, LocalFileSystem) or not is_zipfile(local):
+        is_local = isinstance(system, LocalFileSystem)
+        if is_local:
+            path = local = replacing.found(local)
+        if system.isdir(local):
+            return Folder(path).checkpoint(weights_only)
+        if not is_local or not is_zipfile(local):
             return super().load_checkpoint(path, map_location, weights_only)
         # what a process doesn't hold is never read
         loaded: dict[str, Any] = torch.load(
@@ -67,33 +74,13 @@ class WholeFileIO(TorchCheckpointIO):
         )
         return loaded
 
-
-def _to_disk(path: str) -> None:
-    """Wait until a file, or the names in a folder, would outlive a power cut."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _remove_leftovers(target: str) -> None:
-    """Remove what killed processes of this machine have left of earlier tries to write a file."""
-    for name in glob.glob(f"{glob.escape(target)}.{_HOST}-*.tmp"):
-        process = name.removesuffix(".tmp").rpartition("-")[2]
-        if process.isdigit() and not _is_alive(int(process)):
-            with suppress(FileNotFoundError):
-                os.remove(name)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        system, local = url_to_fs(str(path))
+        if system.isdir(local):
+            remove(str(path))
+        else:
+            super().remove_checkpoint(path)
 
 
 def with_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
@@ -103,6 +90,60 @@ def with_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
     if getattr(plugin, "checkpoint_io", plugin) is None:
         plugin.__dict__["_checkpoint_io"] = WholeFileIO()
     return plugin
+
+
+def refuse_for_parts(plugin: CheckpointIO | None) -> None:
+    """Refuse a plugin that would have to write what every rank has a part of.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
+    if inner is not None and type(inner) is not WholeFileIO:
+        raise ValueError(
+            f"{type(inner).__name__} writes checkpoints in one process, and with"
+            " save_distributed_checkpoint=True every process writes a part: leave the plugin out"
+            " (AsyncCheckpointIO() alone writes in the background), or give"
+            " save_distributed_checkpoint=False."
+        )
+
+
+def save_part(
+    plugin: CheckpointIO, part: Part, path: Any, storage_options: Any | None = None
+) -> None:
+    """Write a rank's part of a checkpoint. Collective over the part's group.
+
+    Args:
+        plugin: The Trainer's. AsyncCheckpointIO: a copy is written in the background, once what was
+            saved before is written.
+        part: This rank's.
+        path: Where to.
+        storage_options: Nobody takes them.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            "trainer.save_checkpoint(storage_options=...) is for one's own CheckpointIO, which"
+            " save_distributed_checkpoint=True doesn't use: leave it out."
+        )
+    if isinstance(plugin, AsyncCheckpointIO):
+        wait_for_parts(plugin)
+        part = part.in_host()
+    plugin.save_checkpoint(cast(Any, part), path)
+
+
+def wait_for_parts(plugin: CheckpointIO) -> None:
+    """Wait until what is saved in the background is written, and raise its error."""
+    if isinstance(plugin, AsyncCheckpointIO):
+        if plugin._executor is not None:
+            plugin._executor.submit(bool).result()  # its one thread keeps the order
+        raise_if_failed(plugin)
+
+
+def raise_if_failed(plugin: CheckpointIO) -> None:
+    """Raise the error of what was saved in the background."""
+    error = plugin._error if isinstance(plugin, AsyncCheckpointIO) else None
+    if error is not None:
+        raise error
 
 
 @contextmanager

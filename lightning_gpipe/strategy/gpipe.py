@@ -49,8 +49,8 @@ class GPipeStrategy(SavingStrategy):
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
             counted without computing them; frozen layers count what their backward computes), by
-            ``"params"``, by an explicit list of layers per stage, or by a function of a layer and
-            its input (tensors on the meta device) that returns its cost.
+            ``"params"``, by ``"memory"``, by an explicit list of layers per stage, or by a function
+            of a layer and its input (tensors on the meta device) that returns its cost.
         checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
             but the last, whose backward comes first, ``"never"`` none; or how many, as a number
             (``3``) or a share (``0.5``). Those whose backward comes first keep their activations.
@@ -69,6 +69,16 @@ class GPipeStrategy(SavingStrategy):
             forwards, then all backwards; ``"1f1b"``, or ``"interleaved"`` with several virtual
             stages, a forward and a backward in turn; ``"searched"`` what takes the shortest time.
             ``"auto"``: searched. The numbers don't depend on it.
+        save_distributed_checkpoint: Whether every process writes its part of a checkpoint, which is
+            a folder then, as for ``ModelParallelStrategy``. Else the first one writes a file. Both
+            are loaded with any other number of stages and replicas.
+        shard_optimizer_state: Whether the D replicas of a stage share out its optimizer state: each
+            keeps that of a D-th of the parameters, as far as whole ones can be shared out evenly,
+            steps these, and sends the others the new values. The numbers and checkpoints are the
+            same. Every replica must step the same optimizers, which work parameter by parameter.
+        memory_limit: What a stage may be expected to hold: a number of bytes, ``"16GB"`` or
+            ``"16GiB"``. Layers are shared out within it, and a cut beyond it is refused before
+            training starts. ``None``: no limit.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
         start_method: How processes start. ``"popen"``: the script runs once per process;
@@ -103,6 +113,9 @@ class GPipeStrategy(SavingStrategy):
         virtual_stages: int = 1,
         step: StepMode = "mini-batch",
         schedule: ScheduleName = "auto",
+        save_distributed_checkpoint: bool = False,
+        shard_optimizer_state: bool = False,
+        memory_limit: int | str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
@@ -129,6 +142,9 @@ class GPipeStrategy(SavingStrategy):
                 virtual_stages,
                 step,
                 schedule,
+                save_distributed_checkpoint,
+                shard_optimizer_state,
+                memory_limit,
             ),
             process_group_backend,
             timeout,

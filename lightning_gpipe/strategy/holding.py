@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.state.gather import StageTensors
+from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.optimizers import gather_optimizer
 from lightning_gpipe.state.placement import Placement
 
@@ -25,10 +26,12 @@ class HeldParts:
 
     Args:
         placement: Which stage holds what.
+        shards: Which replica keeps the optimizer state of which parameter.
         connect: Makes the process groups anew.
     """
 
     placement: Placement
+    shards: OptimizerShards
     connect: Callable[[], Groups]
 
     def state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -42,10 +45,8 @@ class HeldParts:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state dict, whole on rank 0."""
-        with self._tensors() as (groups, tensors):
-            if groups.replica:
-                return optimizer.state_dict()
-            return gather_optimizer(optimizer, self.placement, tensors.channel)
+        with self.connected() as groups:
+            return gather_optimizer(optimizer, self.placement, self.shards, groups)
 
     def restore(self) -> None:
         """Bring the whole module to the host memory of every rank."""
@@ -54,6 +55,16 @@ class HeldParts:
 
     @contextmanager
     def _tensors(self) -> Iterator[tuple[Groups, StageTensors]]:
+        with self.connected() as groups:
+            yield groups, StageTensors(self.placement, groups.pipeline, _HOST)
+
+    @contextmanager
+    def connected(self) -> Iterator[Groups]:
+        """Connect the ranks anew inside.
+
+        Raises:
+            RuntimeError: If that can't be.
+        """
         if not dist.is_initialized():
             raise RuntimeError(
                 "Each process holds a part of the model, and the processes are no longer connected:"
@@ -61,6 +72,6 @@ class HeldParts:
             )
         groups = self.connect()
         try:
-            yield groups, StageTensors(self.placement, groups.pipeline, _HOST)
+            yield groups
         finally:
             groups.close()

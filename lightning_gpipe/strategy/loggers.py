@@ -16,10 +16,15 @@ class LoggedSettings:
         self._known: list[tuple[Logger, dict[str, Any]]] = []
         self._printed: set[str] = set()
 
-    def print(self, text: str) -> None:
-        """Print a text on rank 0, unless an earlier run has printed the same."""
+    def print(self, text: str, *shorter: str) -> None:
+        """Print a text on rank 0, unless an earlier run has printed the same.
+
+        Args:
+            text: The text.
+            shorter: What need not be printed after it.
+        """
         if text not in self._printed:
-            self._printed.add(text)
+            self._printed.update((text, *shorter))
             rank_zero_info(text)
 
     def tell(self, loggers: Iterable[Logger], settings: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.state.stored import Stored
 
 
 class OptimizerStates:
@@ -44,6 +45,8 @@ class OptimizerStates:
             self.load(*self._waiting)
 
     def _own(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Copies of this stage's part: the file that the state is read from may be replaced."""
+        """This stage's part; copies of what is mapped from a file, which may be replaced."""
         own = self._pipeline.own_optimizer_state(optimizer, state)
+        if isinstance(state["state"], Stored):
+            return own
         return {**own, "state": tree_map_only(Tensor, Tensor.clone, own["state"])}

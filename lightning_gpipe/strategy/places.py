@@ -123,6 +123,8 @@ class PlacedStrategy(ParallelStrategy):
             self.stages,
             settings.virtual_stages,
             settings.step == "micro-batch",
+            settings.save_distributed_checkpoint,
+            settings.shard_optimizer_state,
         )
 
     def _device_of(self, rank: int) -> torch.device:

@@ -22,7 +22,7 @@ from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.plan.settings import Settings, check_choice
 from lightning_gpipe.strategy import _lightning, advice, building, callbacks, refusals, world
-from lightning_gpipe.strategy.checkpoint_io import with_whole_files
+from lightning_gpipe.strategy.checkpoint_io import refuse_for_parts, with_whole_files
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
 from lightning_gpipe.strategy.places import PlacedStrategy
@@ -94,6 +94,8 @@ class ProcessesStrategy(PlacedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if self._settings.save_distributed_checkpoint:
+            refuse_for_parts(self._checkpoint_io)
         self._checkpoint_io = with_whole_files(self._checkpoint_io)
         super().setup_environment()
         self.set_world_ranks()
@@ -127,10 +129,13 @@ class ProcessesStrategy(PlacedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._connected.heed_signals(self._module.trainer)
+        self._heed_signals()
 
     @override
     def on_train_end(self) -> None:
+        self._heed_signals()
+
+    def _heed_signals(self) -> None:
         self._connected.heed_signals(self._module.trainer)
 
     @override
@@ -174,8 +179,8 @@ class ProcessesStrategy(PlacedStrategy):
 
     @property
     def _can_gather(self) -> bool:
-        """Whether the stages that hold parts of the model can be waited for."""
-        return self.stages == 1 or not self.is_interrupted
+        """Whether the processes that hold parts of what is saved can be waited for."""
+        return not self._layout.is_spread or not self.is_interrupted
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -210,7 +215,7 @@ class ProcessesStrategy(PlacedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        if self.stages > 1:
+        if self._connected.is_spread:
             closure = refusals.called_once(closure, optimizer)
         with self._connected.trial.shared():  # an optimizer's first step takes memory, too
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -241,13 +246,20 @@ class ProcessesStrategy(PlacedStrategy):
             for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
                 if part is not None:
                     undo.callback(part.teardown)
-            undo.callback(self.checkpoint_io.teardown)
+            undo.callback(self._end_saving)
             callbacks.forget_reports(self._callbacks)
             if left is not None and (left is connected or self.is_interrupted):
                 left.close()
         launcher = self.launcher
         if isinstance(launcher, ScriptLauncher) and not launcher.is_running:
             self.finish()  # a Tuner has left the run: nobody else does it
+
+    def _end_saving(self) -> None:
+        try:
+            self.checkpoint_io.teardown()
+        except BaseException:  # in the background: the run has failed first
+            if not (self.is_interrupted and self._settings.save_distributed_checkpoint):
+                raise
 
     @property
     def _connected(self) -> World:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning_gpipe.strategy.patches import DEFAULT_GROUP
+
+_this_thread = threading.local()
 
 
 @contextmanager
@@ -25,13 +28,29 @@ def world_of_replicas(replica: int, replicas: int) -> Iterator[None]:
     shown = {"RANK": str(replica), "WORLD_SIZE": str(replicas)}
     before = {name: os.environ[name] for name in shown if name in os.environ}
     default_group = DEFAULT_GROUP.current()
+
+    def seen() -> Any:
+        group = default_group()
+        sees_all = getattr(_this_thread, "sees_all", False)
+        return group if sees_all else _Replicas(group, replica, replicas)
+
     os.environ.update({name: shown[name] for name in before})
     try:
         # both functions ask it, however a dataset has imported them
-        with DEFAULT_GROUP.replaced(lambda: _Replicas(default_group(), replica, replicas)):
+        with DEFAULT_GROUP.replaced(seen):
             yield
     finally:
         os.environ.update(before)
+
+
+@contextmanager
+def world_as_it_is() -> Iterator[None]:
+    """Let this thread see all processes, while another one reads."""
+    _this_thread.sees_all = True
+    try:
+        yield
+    finally:
+        _this_thread.sees_all = False
 
 
 class _Replicas:

@@ -231,8 +231,27 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
         if any(group.get("max_grad_norm") for group in optimizer.param_groups):
             raise ValueError(
                 f"{name}(max_grad_norm=...) clips by the norm of the gradients that it sees, which"
-                " are those of one stage: give it max_grad_norm=None, and the Trainer"
+                " are those of one process: give it max_grad_norm=None, and the Trainer"
                 " gradient_clip_val=..., which is right over all stages."
+            )
+
+
+def refuse_to_shard(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers whose state replicas can't share out.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    for optimizer in optimizers:
+        name, remedy = type(optimizer).__name__, "use GPipeStrategy(shard_optimizer_state=False)."
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise ValueError(
+                f"{name} doesn't call the constructor of torch.optim.Optimizer, so its steps can't"
+                f" be followed by sending the new values: call super().__init__, or {remedy}"
+            )
+        if callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"{name}.eval() changes the weights by state that other replicas keep: {remedy}"
             )
 
 
@@ -251,7 +270,7 @@ def _needs_whole_model(optimizer: Optimizer) -> bool:
 def _whole_model(name: str) -> str:
     return (
         f"{name} needs all parameters of the model in one process, and GPipeStrategy spreads them"
-        " over stages: use an optimizer that works parameter by parameter, such as SGD or AdamW."
+        " over several: use an optimizer that works parameter by parameter, such as SGD or AdamW."
     )
 
 

@@ -24,10 +24,10 @@ from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline.module import PipelinedModule
-from lightning_gpipe.pipeline.pipeline import Surroundings
+from lightning_gpipe.pipeline.pipeline import Parts, Surroundings
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.state.averages import AveragedCopy
-from lightning_gpipe.state.placement import Owners, Placement
+from lightning_gpipe.state.placement import Owners
 from lightning_gpipe.strategy import (
     _lightning,
     callbacks,
@@ -100,7 +100,7 @@ class Run:
                 trial=self._trial,
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
-            self._optimizer_states = OptimizerStates(self.pipeline)
+            self.optimizer_states = OptimizerStates(self.pipeline)
             undo.callback(lambda: self.pipeline.close(self._can_restore()))
             self._averages = undo.enter_context(
                 callbacks.adapted(
@@ -110,6 +110,7 @@ class Run:
                     self.can_gather,
                     lambda: world.has_saved,
                     averages=trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING),
+                    is_sharded=settings.save_distributed_checkpoint,
                 )
             )
             undo.callback(self._close_averages)
@@ -138,34 +139,38 @@ class Run:
             self._undo = undo.pop_all()
 
     def adopt_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the optimizers hold the state of this stage's parameters alone.
+        """Let the optimizers hold the state that this rank keeps alone.
 
         Raises:
             ValueError: If one needs the whole model, with what to do instead.
         """
-        if self._world.groups.stages > 1:
+        if self._world.is_spread:
             refusals.refuse_optimizers(optimizers)
+        if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
+            refusals.refuse_to_shard(optimizers)
         self.pipeline.adopt_optimizers()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become None in a copy of the Trainer, which is outside of the run."""
         return NoneType, ()
 
-    def close(self) -> Placement | None:
+    def close(self) -> Parts | None:
         """Give the user the whole module back in host memory, on every rank, but after an error.
 
         Returns:
-            Which stage holds what, if each goes on holding its part instead.
+            What each rank holds, if it goes on holding its part instead.
         """
         parts = self.pipeline.parts
         self._undo.close()
-        # these know methods of this object: together they would keep the groups
-        del self.pipeline, self._optimizer_states
+        del (
+            self.pipeline,
+            self.optimizer_states,
+        )  # they know this object and the groups
         return parts
 
     def can_gather(self) -> bool:
-        """Whether the stages that hold parts of the model can be waited for."""
-        return self._world.groups.stages == 1 or self._world.can_wait()
+        """Whether the processes that hold parts of what is saved can be waited for."""
+        return not self._world.is_spread or self._world.can_wait()
 
     def _optimizers(self) -> list[Optimizer]:
         """The optimizers that have parameters: Lightning's stand-in for none has no state."""
@@ -184,7 +189,7 @@ class Run:
             average.cut(partition)
         groups, trainer = self._world.groups, self._trainer
         cast(PlacedStrategy, trainer.strategy).settle_chunks(self.pipeline.chunks)
-        self._optimizer_states.load_waiting()
+        self.optimizer_states.load_waiting()
         if self._world.rank == 0 and trainer.enable_autolog_hparams:
             how = saving.record(self.pipeline.chunks, groups.stages, groups.replicas, partition)
             how |= {"backbone": self.pipeline.backbone, **self._settings.for_loggers()}
@@ -277,23 +282,17 @@ class Run:
             raise RemoteError(str(first)) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole module's state dict on rank 0; the same keys elsewhere. Collective."""
+        """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""
         if not self.can_gather():
             state: dict[str, Any] = self.pipeline.module.state_dict()
             return state
         return self.pipeline.state_dict()
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's whole state on rank 0; this stage's part elsewhere. Collective."""
+        """An optimizer's state, in the same way. Collective."""
         if not self.can_gather():
             return optimizer.state_dict()
         return self.pipeline.optimizer_state_dict(optimizer)
-
-    def load_optimizer_states(
-        self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
-    ) -> None:
-        """Load this stage's part of the optimizers' state."""
-        self._optimizer_states.load(optimizers, states)
 
 
 @contextmanager

@@ -76,6 +76,6 @@ def warn_of_difference(before: int | None, chunks: int) -> None:
 def warn_of_loss(path: Any) -> None:
     """Warn that a file isn't written, so that an error isn't hidden by one of its own."""
     rank_zero_warn(
-        f"{path} is not saved, because the run has failed: the other stages, which hold parts of"
-        " the model, may be gone. The last checkpoint is the one saved before."
+        f"{path} is not saved, because the run has failed: the other processes, which hold parts of"
+        " what is saved, may be gone. The last checkpoint is the one saved before."
     )

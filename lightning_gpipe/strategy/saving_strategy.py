@@ -16,15 +16,23 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.lazy import LazyModule
 from lightning_gpipe.model.parameters import materialize_elsewhere
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.state.placement import Placement
+from lightning_gpipe.pipeline.pipeline import Parts
+from lightning_gpipe.state.parts import Part, Share, names_of
+from lightning_gpipe.state.stored import Stored
 from lightning_gpipe.strategy import saving
+from lightning_gpipe.strategy.checkpoint_io import (
+    WholeFileIO,
+    raise_if_failed,
+    save_part,
+    wait_for_parts,
+)
 from lightning_gpipe.strategy.holding import HeldParts
 from lightning_gpipe.strategy.processes import ProcessesStrategy
 from lightning_gpipe.strategy.run import Run
 
 
 class SavingStrategy(ProcessesStrategy):
-    """A strategy that gathers what it saves, and shares out what it loads.
+    """A strategy that gathers what it saves, or lets each rank save its part, and loads either.
 
     Args:
         arguments: Passed to :class:`ProcessesStrategy`.
@@ -35,7 +43,8 @@ class SavingStrategy(ProcessesStrategy):
         super().__init__(*arguments, **options)
         self._partition: Partition | None = None
         self._run: Run | None = None  # from setup to teardown
-        self._parts: Placement | None = None  # what each rank holds since the last run
+        self._parts: Parts | None = None  # what each rank holds since the last run
+        self._is_ending = False  # what is saved now is saved because of a signal
 
     @property
     def partition(self) -> Partition | None:
@@ -47,14 +56,15 @@ class SavingStrategy(ProcessesStrategy):
         if self._run is not None:
             return self._run.state_dict()
         state = super().lightning_module_state_dict()
-        return state if self._held is None else self._held.state_dict(state)
+        is_gathered = self._held and not self._settings.save_distributed_checkpoint
+        return self._held.state_dict(state) if self._held and is_gathered else state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._run is not None:
             return self._run.optimizer_state_dict(unwrapped)
-        if self._held is not None:
+        if self._held is not None and not self._settings.save_distributed_checkpoint:
             return self._held.optimizer_state(unwrapped)
         return super().optimizer_state(optimizer)
 
@@ -66,7 +76,57 @@ class SavingStrategy(ProcessesStrategy):
             return
         how = saving.record(self.chunks, self.stages, self.replicas, self.partition)
         checkpoint[saving.RECORD] = how
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._settings.save_distributed_checkpoint:
+            self._save_parts(checkpoint, filepath, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_parts(self, checkpoint: Any, filepath: Any, storage_options: Any) -> None:
+        """Write this rank's part, where all write; else the first rank writes all it has."""
+        run = self._run if not self.is_interrupted else None
+        keys = frozenset(self._module.state_dict() if run is None else run.pipeline.state_dict())
+        share = partial(Share, self.is_global_zero, keys)
+        names, tied = names_of(self._module, self.optimizers)
+        if run is not None:
+            own = share(run.pipeline.writes(), names, tied)
+            part, plugin = (
+                Part(checkpoint, own, self._connected.groups.everyone),
+                self.checkpoint_io,
+            )
+            if self._is_ending:  # the background may have no time left
+                wait_for_parts(plugin)
+            in_time = WholeFileIO() if self._is_ending else plugin
+            save_part(in_time, part, filepath, storage_options)
+        elif self._held is not None:
+            with self._held.connected() as groups:
+                own = share(self._held.placement.writes(groups.replica), names, tied)
+                part = Part(checkpoint, own, groups.everyone)
+                save_part(WholeFileIO(), part, filepath, storage_options)
+        elif self.is_global_zero:  # the optimizers' state is on the first rank
+            part = Part(checkpoint, share(lambda key: True, names, tied), None)
+            save_part(WholeFileIO(), part, filepath, storage_options)
+
+    @override
+    def _heed_signals(self) -> None:
+        self._is_ending = True
+        try:
+            super()._heed_signals()
+        finally:
+            self._is_ending = False
+
+    @override
+    def teardown(self) -> None:
+        try:  # what is saved in the background needs the groups
+            if self._settings.save_distributed_checkpoint and not self.is_interrupted:
+                wait_for_parts(self.checkpoint_io)
+        finally:
+            super().teardown()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._settings.save_distributed_checkpoint:
+            raise_if_failed(self.checkpoint_io)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -86,6 +146,13 @@ class SavingStrategy(ProcessesStrategy):
         lazy = LazyModule.of(self._module)
         if self._run is None and lazy.kept is None:
             materialize_elsewhere(self._module)  # what an interrupted run has left
+        state = checkpoint["state_dict"]
+        if isinstance(state, Stored):
+            run, module = self._run, self._module
+            own = module.state_dict() if run is None else run.pipeline.module.state_dict()
+            filled = state.fill(own)
+            lazy.provide(own, filled, lambda key: state.only([key])[key])
+            checkpoint = {**checkpoint, "state_dict": filled}
         with warnings.catch_warnings(), lazy.loading():
             # what this stage doesn't hold stays on meta
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
@@ -96,7 +163,7 @@ class SavingStrategy(ProcessesStrategy):
         if self._run is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            self._run.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+            self._run.optimizer_states.load(self.optimizers, checkpoint["optimizer_states"])
 
     def restore_module(self) -> None:
         """Bring the whole module to the host memory of every rank. Collective over all ranks.
@@ -125,8 +192,9 @@ class SavingStrategy(ProcessesStrategy):
             "gloo",
             torch.device("cpu"),
             self._timeout,
+            everyone=self._settings.save_distributed_checkpoint,
         )
-        return HeldParts(self._parts, connect)
+        return HeldParts(*self._parts, connect)
 
     @property
     def _running(self) -> Run:

@@ -170,7 +170,7 @@ class StepMetrics:
         source = self._sources.pop(id(metric), None)
         if source is None:
             return
-        channel, state = self._pipeline.channel, None
+        channel, state = self._pipeline.groups.pipeline, None
         if channel.index == source:
             for measure in self._measures:
                 if isinstance(measure, MetricCollection) and any(

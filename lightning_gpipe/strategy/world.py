@@ -47,6 +47,8 @@ class Layout:
         stages: K.
         virtual_stages: V.
         joins_ends: Whether the first and the last stage have a channel of their own.
+        writes_together: Whether every process writes its part of a checkpoint.
+        shards_optimizers: Whether replicas share out optimizers' state.
     """
 
     rank: int
@@ -54,6 +56,8 @@ class Layout:
     stages: int
     virtual_stages: int
     joins_ends: bool = False
+    writes_together: bool = False
+    shards_optimizers: bool = False
 
     @property
     def stage(self) -> int:
@@ -69,6 +73,11 @@ class Layout:
     def replicas(self) -> int:
         """D, the number of pipelines."""
         return self.world_size // self.stages
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a process holds only a part of the model, or of the optimizers' state."""
+        return self.stages > 1 or (self.shards_optimizers and self.replicas > 1)
 
     def check(self) -> None:
         """Refuse a number of processes that pipelines can't be made of.
@@ -167,6 +176,7 @@ class World:
                     device,
                     connection.timeout,
                     layout.joins_ends,
+                    layout.writes_together,
                 )
             except BaseException as error:
                 self.report(error)
@@ -185,6 +195,11 @@ class World:
     def rank(self) -> int:
         """This process."""
         return self._layout.rank
+
+    @property
+    def is_spread(self) -> bool:
+        """See :attr:`Layout.is_spread`."""
+        return self._layout.is_spread
 
     @property
     def failure(self) -> Failure | None:

@@ -40,10 +40,17 @@ from lightning_gpipe.schedule.simulate import simulate
 from tests.benchmarks.contestants.lightning import Module, Turns, gpipe, trainer
 from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
-from tests.benchmarks.workloads import Workload, conv_net, empty, emulated, transformer
+from tests.benchmarks.workloads import (
+    SleepingLayer,
+    Workload,
+    conv_net,
+    empty,
+    emulated,
+    transformer,
+)
 from tests.ranks import run_ranks
 
-PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut"]
+PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut", "balance"]
 FEW, MANY = 64, 192
 
 
@@ -217,15 +224,15 @@ def _cut(arguments: argparse.Namespace) -> list[Table]:
     workload = Workload("1,000 layers", layers, empty(width=width).batch, nn.functional.mse_loss,
                         lambda stages: [count // stages] * stages)  # fmt: skip
     table = Table("Until the first step of a model of 1,000 layers", ["seconds"])
-    for stages in (1, 4):
-        contestant = Contestant("cut", partial(_until_step, workload), stages)
+    for stages, balance in ((1, "flops"), (4, "flops"), (4, "time")):
+        contestant = Contestant("cut", partial(_until_step, workload, balance), stages)
         result = take_turns([contestant], 1, 1, warm_up=0)["cut"]
         seconds = max((notes["until"] for notes in result.notes[-1]), default=0.0)
-        table.rows.append((f"K={stages}", result.error or [seconds]))
+        table.rows.append((f"K={stages}, by {balance}", result.error or [seconds]))
     return [table]
 
 
-def _until_step(workload: Workload, turn: Turn) -> None:
+def _until_step(workload: Workload, balance: Any, turn: Turn) -> None:
     from torch.utils.data import DataLoader
 
     from tests.benchmarks.contestants.lightning import Same
@@ -241,7 +248,7 @@ def _until_step(workload: Workload, turn: Turn) -> None:
     L.Trainer(
         accelerator="cpu",
         devices=turn.world_size,
-        strategy=GPipeStrategy(8),
+        strategy=GPipeStrategy(8, balance=balance),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -251,6 +258,19 @@ def _until_step(workload: Workload, turn: Turn) -> None:
     ).fit(module, DataLoader(Same(partial(workload.batch, 8)), batch_size=None))
 
 
+def _balance(arguments: argparse.Namespace) -> list[Table]:
+    unit_s, count = 0.005, 6
+    units = [(count - 1) * unit_s, *[unit_s] * (count - 1)]
+    workload = replace(
+        emulated(count, unit_s), layers=lambda: [SleepingLayer(64, unit) for unit in units]
+    )
+    by_flops, by_time = (
+        gpipe(workload, 2, 8, "always", f"by {balance}", balance=balance)
+        for balance in ("flops", "time")
+    )
+    return [_ratio("Layers that mislead, K=2, M=8, always", by_flops, by_time, arguments)]
+
+
 _RUN = {
     "plain": _plain,
     "norm": _norm,
@@ -258,4 +278,5 @@ _RUN = {
     "chunks": _chunks,
     "messages": _messages,
     "cut": _cut,
+    "balance": _balance,
 }

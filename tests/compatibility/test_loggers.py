@@ -41,6 +41,8 @@ SETTINGS = {
     "virtual_stages": 1,
     "step": "mini-batch",
     "schedule": "auto",
+    "shard_optimizer_state": False,
+    "memory_limit": None,
 }
 
 

@@ -100,6 +100,7 @@ ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
 CLIPPED = {"gradient_clip_val": 0.01}
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True}
 PER_MICRO_BATCH = {"step": "micro-batch"}
+SHARED_OUT = {"shard_optimizer_state": True}
 SCENARIOS = {
     "changing shapes": Scenario(models.Lengths, 2),
     "changing sizes": Scenario(Sizes, 2, chunks=2),
@@ -111,7 +112,7 @@ SCENARIOS = {
     "around": Scenario(models.Around, 4, trainer=ACCUMULATED),
     "replicas": Scenario(models.Around, 2, 2, 3, SMALL_BUCKETS, ACCUMULATED),
     "replicas, files": Scenario(
-        Evaluated, 2, 2, 3, trainer={"gradient_clip_val": 0.01}, resume=True
+        Evaluated, 2, 2, 3, SHARED_OUT, {"gradient_clip_val": 0.01}, resume=True
     ),
     "replicas of one stage": Scenario(models.Shared, 1, 2, 3, trainer=ACCUMULATED),
     "a step per micro-batch": Scenario(step_models.Measured, 3, strategy=PER_MICRO_BATCH),
@@ -127,7 +128,9 @@ SCENARIOS = {
         {**PER_MICRO_BATCH, "virtual_stages": 2, "schedule": "interleaved"},
         CLIPPED,
     ),
-    "tied, replicas": Scenario(step_models.Tied, 2, 2, 3, PER_MICRO_BATCH, ACCUMULATED),
+    "tied, replicas": Scenario(
+        step_models.Tied, 2, 2, 3, {**PER_MICRO_BATCH, **SHARED_OUT}, ACCUMULATED
+    ),
 }
 
 

@@ -1,0 +1,274 @@
+"""What each layer of a backbone holds in a training step, in bytes, told without running it.
+
+The layers run once on the meta device, as they do in training, on one micro-batch. What autograd
+saves is noted by the memory that it stands in: layers that save the same tensor, as one its output
+and the next its input, hold it once wherever they are on one stage. So these facts can be combined
+for any cut; see :mod:`lightning_gpipe.plan.stage_memory`.
+
+Not seen: what kernels keep for themselves (recurrent layers of cuDNN and oneDNN), and tensors that
+a custom autograd function keeps as attributes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_gpipe.model.on_meta import Pretended, meta_tensors, run_layer_on_meta, to_meta_leaf
+from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.microbatch import Split, batch_leaf
+from lightning_gpipe.tensors.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """What there is of a parameter or buffer on a stage that holds it.
+
+    Args:
+        key: The same for the same tensor.
+        nbytes: Of it.
+        gradient: Bytes of its gradient.
+        optimizer: Bytes of the optimizers' state; None: not known.
+        copy: Bytes of the copy that a call of the backbone takes of a buffer, for the recomputes.
+    """
+
+    key: int
+    nbytes: int
+    gradient: int = 0
+    optimizer: int | None = 0
+    copy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What crosses between two layers if they are on two stages, for one micro-batch.
+
+    Args:
+        nbytes: Of the tensors.
+        gradient: Bytes of their gradients.
+    """
+
+    nbytes: int
+    gradient: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What a layer holds.
+
+    Args:
+        tensors: Its parameters and buffers.
+        input: What it is given.
+        output: What it returns.
+        saved: What autograd saves in its forward of one micro-batch, for its backward: for each
+            piece of memory a number, the same for all layers that save it, and its bytes.
+        forward: The most bytes that live within a forward that saves nothing, without its input.
+        backward: The most bytes that come and go with the backward of an operation: the gradients
+            of what it makes, of what it reads, and of its parameters.
+        arriving: Bytes of the gradients that a split backward keeps from its first half to its
+            second.
+    """
+
+    tensors: tuple[HeldTensor, ...]
+    input: Boundary
+    output: Boundary
+    saved: Mapping[int, int]
+    forward: int
+    backward: int
+    arriving: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd saves."""
+        return sum(self.saved.values())
+
+
+def held_tensors(
+    modules: Iterable[nn.Module], optimizer_bytes: Mapping[int, int] | None
+) -> tuple[HeldTensor, ...]:
+    """What there is of the parameters and buffers of modules, each once.
+
+    Args:
+        modules: The modules, without those inside them.
+        optimizer_bytes: Bytes of optimizers' state by the ``id`` of the parameter; None: unknown.
+    """
+    found: dict[int, HeldTensor] = {}
+    for module in modules:
+        for p in module._parameters.values():
+            if p is not None:
+                state = None if optimizer_bytes is None else optimizer_bytes.get(id(p), 0)
+                found[id(p)] = HeldTensor(id(p), p.nbytes, p.nbytes * p.requires_grad, state)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                copied = buffer.nbytes * (not isinstance(module, _NormBase))
+                found.setdefault(id(buffer), HeldTensor(id(buffer), buffer.nbytes, copy=copied))
+    return tuple(found.values())
+
+
+def micro_batch_of(sample: Any, chunks: int) -> Any:
+    """The largest micro-batch of a backbone's input; views of it."""
+    batch = Tree.of(sample, "The backbone's input")
+    if batch_leaf(batch) is None:
+        return sample
+    return Split.plan(batch, chunks).scatter(batch)[0].value()
+
+
+def layer_memories(
+    layers: Sequence[nn.Module],
+    run_layer: RunLayer,
+    micro_batch: Any,
+    optimizer_bytes: Mapping[int, int] | None = None,
+    device: torch.device | None = None,
+) -> tuple[LayerMemory, ...]:
+    """What each layer holds, for a micro-batch of a given size.
+
+    The layers run in the modes in which they are; in training, if all of them are in evaluation.
+    They run under autocast if it is on.
+
+    Args:
+        layers: The backbone's, on any device; nothing is computed and no memory used.
+        run_layer: Runs one of them.
+        micro_batch: The input of the first layer, a pytree of tensors ``[n, …]``.
+        optimizer_bytes: See :func:`held_tensors`.
+        device: On which the layers will be, whose kernels save what they save; None: the host.
+
+    Raises:
+        UntraceableLayer: If a layer needs the values of its input.
+    """
+    place = Pretended(device or torch.device("cpu"))
+    trains = any(part.training for layer in layers for part in layer.modules())
+    watch = _Watch(run_layer)
+    facts = []
+    with torch.enable_grad():
+        value = _copied(micro_batch, place)
+        for index, layer in enumerate(layers):
+            before = Tree.of(value, "A layer's input").tensors()
+            own = meta_tensors(layer, place)
+            watch.begin(own.values())
+            value = run_layer_on_meta(
+                *(layer, watch.run_layer, index, value, own),
+                training=None if trains else True,
+                place=place,
+            )
+            after = Tree.of(value, "A layer's output").tensors()
+            facts.append(
+                LayerMemory(
+                    held_tensors(layer.modules(), optimizer_bytes),
+                    _boundary(before),
+                    _boundary(after),
+                    *watch.end(),
+                )
+            )
+    return tuple(facts)
+
+
+def _copied(sample: Any, place: Pretended) -> Any:
+    """Tensors that pass for the given ones, as a stage gives them to its first layer."""
+    tree = Tree.of(sample, "The backbone's input")
+    leaves = []
+    for leaf in tree.leaves:
+        if isinstance(leaf, Tensor):
+            copy = to_meta_leaf(leaf, place).requires_grad_(leaf.requires_grad)
+            leaves.append(copy.clone())  # no leaf of the graph: layers may work in place
+        else:
+            leaves.append(leaf)
+    return tree.with_leaves(leaves).value()
+
+
+def _boundary(tensors: Iterable[Tensor]) -> Boundary:
+    listed = list(tensors)
+    return Boundary(sum(t.nbytes for t in listed), sum(t.nbytes for t in listed if t.requires_grad))
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Runs layers, and notes what autograd saves and what operations read and make.
+
+    Args:
+        run: Runs a layer.
+    """
+
+    run: RunLayer
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _count: int = 0
+    _operations: _Operations = field(default_factory=lambda: _Operations(()))
+    _saved: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, own: Iterable[Tensor]) -> None:
+        """Begin a layer, with its parameters and buffers."""
+        self._operations, self._saved = _Operations(own), {}
+
+    def run_layer(self, index: int, layer: Any, value: Any) -> Any:
+        """Run it."""
+        with self._operations, saved_tensors_hooks(self._save, _nothing):
+            return self.run(index, layer, value)
+
+    def end(self) -> tuple[dict[int, int], int, int, int]:
+        """What it saved, and the rest of :class:`LayerMemory`."""
+        seen = self._operations
+        return self._saved, seen.forward, seen.backward, seen.arriving
+
+    def _save(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) in self._operations.own:
+            return
+        key = id(storage)
+        if key not in self._numbers:
+            self._numbers[key] = self._count
+            self._count += 1
+            weakref.finalize(storage, self._numbers.pop, key)  # another one may get its id
+        self._saved[self._numbers[key]] = storage.nbytes()
+
+
+def _nothing(_: Any) -> Tensor:
+    raise RuntimeError("A layer ran a backward in its forward.")
+
+
+class _Operations(TorchDispatchMode):
+    """Looks at operations of a layer.
+
+    Args:
+        own: The layer's parameters and buffers.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.own = {id(t.untyped_storage()): t for t in own}
+        self.forward = self.backward = self.arriving = self._live = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("It communicates, which other ranks don't expect here.")
+        result = func(*args, **(kwargs or {}))
+        given = {
+            id(t.untyped_storage()): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
+        new = 0
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in given:
+                    given[id(storage)] = tensor
+                    new += storage.nbytes()
+                    weakref.finalize(storage, self._end, storage.nbytes())
+        if new:
+            self._live += new
+            self.forward = max(self.forward, self._live)
+            differentiated = [(key, t) for key, t in given.items() if t.requires_grad]
+            weights = sum(t.nbytes for key, t in differentiated if key in self.own)
+            read = sum(t.nbytes for key, t in differentiated if key not in self.own)
+            self.backward = max(self.backward, new + read + weights)
+            self.arriving += new * bool(weights)
+        return result
+
+    def _end(self, nbytes: int) -> None:
+        self._live -= nbytes

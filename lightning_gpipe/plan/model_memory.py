@@ -1,0 +1,261 @@
+"""What a model holds, to be combined for any number of stages and micro-batches' order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.memory import (
+    HeldTensor,
+    LayerMemory,
+    held_tensors,
+    layer_memories,
+    micro_batch_of,
+)
+from lightning_gpipe.plan.optimizer_state import optimizer_state_bytes
+from lightning_gpipe.plan.schedules import HELD_OF_KEPT, Schedules
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.stage_memory import StageMemory, stage_memories
+from lightning_gpipe.schedule.checkpoint import recomputed
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.placement import rounds
+
+_TRIES = 8  # cuts that are tried to stay within a limit
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedMemory:
+    """What each stage is expected to hold in training.
+
+    Args:
+        in_step: In a step as most are.
+        in_first_step: In one whose shapes are new.
+    """
+
+    in_step: tuple[StageMemory, ...]
+    in_first_step: tuple[StageMemory, ...]
+
+    @property
+    def most(self) -> tuple[StageMemory, ...]:
+        """For each stage the step in which it holds more."""
+        pairs = zip(self.in_step, self.in_first_step, strict=True)
+        return tuple(max(pair, key=lambda memory: memory.total) for pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """What a model holds, for one size of micro-batches.
+
+    Args:
+        layers: What each layer of the backbone holds.
+        outside: Parameters and buffers outside the backbone.
+    """
+
+    layers: tuple[LayerMemory, ...]
+    outside: tuple[HeldTensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        body: nn.Module,
+        layers: Sequence[nn.Module],
+        run_layer: RunLayer,
+        sample: Any,
+        chunks: int,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        is_detached: bool = False,
+    ) -> ModelMemory:
+        """Look at a model once; it stays as it is, and nothing is computed.
+
+        Args:
+            module: The whole of it.
+            body: Its backbone.
+            layers: The backbone's layers.
+            run_layer: Runs one of them.
+            sample: The backbone's input, a mini-batch.
+            chunks: M.
+            optimizers: That will step.
+            device: On which stages will be.
+            is_detached: Whether the input was computed without gradients, so that it doesn't tell
+                whether it will want one: it will, if parameters outside the backbone do.
+
+        Raises:
+            UntraceableLayer: If a layer needs the values of its input.
+        """
+        states = optimizer_state_bytes(optimizers)
+        inside = {id(part) for part in body.modules()}
+        outside = [part for part in module.modules() if id(part) not in inside]
+        held, micro_batch = held_tensors(outside, states), micro_batch_of(sample, chunks)
+        if is_detached and any(tensor.gradient for tensor in held):
+            micro_batch = tree_map(_differentiable, micro_batch)
+        return cls(layer_memories(layers, run_layer, micro_batch, states, device), held)
+
+    def of_stages(
+        self,
+        partition: Partition,
+        settings: Settings,
+        micro_batches: int,
+        replicas: int = 1,
+        is_first: bool = False,
+    ) -> tuple[StageMemory, ...]:
+        """What each stage will hold; see :func:`stage_memories`.
+
+        With ``step="micro-batch"`` what is outside the backbone is on the stages that need it,
+        which isn't known before the first step: it isn't counted.
+
+        Args:
+            partition: Which layers each stage has.
+            settings: The schedule, and what is re-materialized.
+            micro_batches: M.
+            replicas: D.
+            is_first: Whether it is a mini-batch whose shapes are new. With ``step="micro-batch"``
+                all forwards come before the backwards then, whatever the schedule.
+        """
+        placement = rounds(partition.count, partition.virtual_stages)
+        costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
+        schedules = Schedules(settings, placement, replicas, costs)
+        is_chained = is_first or partition.count == 1
+        schedule = schedules.make(micro_batches, is_chained=is_chained)
+        is_whole_batch = settings.step == "mini-batch"
+        outside = self.outside if is_whole_batch else ()
+        return stage_memories(self.layers, partition.sizes, schedule, is_whole_batch, outside)
+
+    def expected(
+        self, partition: Partition, settings: Settings, micro_batches: int, replicas: int = 1
+    ) -> ExpectedMemory:
+        """What each stage will hold in all kinds of steps; see :meth:`of_stages`."""
+        return ExpectedMemory(
+            self.of_stages(partition, settings, micro_batches, replicas),
+            self.of_stages(partition, settings, micro_batches, replicas, is_first=True),
+        )
+
+    def of_layers(self, settings: Settings, stages: int, micro_batches: int) -> list[float]:
+        """What each layer adds to its stage, in bytes, roughly: it depends on the stage.
+
+        Its parameters, gradients and optimizer state, and the activations of as many micro-batches
+        as the schedule keeps on the stage that keeps the most, at least of one. Inputs of stages
+        are left out, since every layer may or may not begin one.
+
+        Args:
+            settings: The schedule, and what is re-materialized.
+            stages: K.
+            micro_batches: M.
+        """
+        kept = micro_batches - recomputed(settings.checkpoint, micro_batches)
+        if settings.step == "micro-batch" and settings.schedule != "fill_drain":
+            share = 1.0 if settings.schedule in ("1f1b", "interleaved") else HELD_OF_KEPT
+            kept = min(kept, math.ceil(share * stages))
+        found, known, saved = [], set[int](), set[int]()
+        for layer in self.layers:
+            own = [t for t in layer.tensors if t.key not in known]
+            activations = sum(n for key, n in layer.saved.items() if key not in saved)
+            known.update(t.key for t in own)
+            saved.update(layer.saved)
+            held = sum(t.nbytes + t.gradient + t.copy + (t.optimizer or 0) for t in own)
+            found.append(float(held + max(kept, 1) * activations))
+        return found
+
+
+def partition_within(
+    decide: Callable[[Sequence[float] | None, float | None], Partition],
+    memory: ModelMemory | None,
+    settings: Settings,
+    stages: int,
+    micro_batches: int,
+    replicas: int,
+) -> tuple[Partition, ExpectedMemory | None]:
+    """Share the layers out within the limit of memory, if there is one.
+
+    What a stage holds besides its layers' sum, such as its inputs, isn't known before the cut:
+    where a stage holds too much, the layers' limit is lowered by that, and they are cut anew.
+
+    Args:
+        decide: Shares the layers out, given their memories and a limit of a virtual stage's.
+        memory: What the model holds; None: not known, so nothing is limited.
+        settings: What the user chose.
+        stages: K.
+        micro_batches: M.
+        replicas: D.
+
+    Returns:
+        The partition, and what its stages will hold.
+
+    Raises:
+        ValueError: If no cut was found whose stages stay within the limit, with what to change.
+    """
+    if memory is None:
+        return decide(None, None), None
+    limit, layers = settings.limit, memory.of_layers(settings, stages, micro_batches)
+
+    best = decide(layers, None)
+    expected = memory.expected(best, settings, micro_batches, replicas)
+    within = None if limit is None else float(limit)
+    for _ in range(_TRIES):
+        most = _highest(expected)
+        if limit is None or within is None or most <= limit or settings.sizes is not None:
+            break
+        try:
+            partition = decide(layers, within)
+        except ValueError:
+            break
+        found = memory.expected(partition, settings, micro_batches, replicas)
+        if _highest(found) < most:
+            best, expected = partition, found
+        within -= max(_highest(found) - limit, 1)
+    if limit is not None:
+        check_limit(expected.most, limit)
+    return best, expected
+
+
+def _highest(expected: ExpectedMemory) -> int:
+    """Bytes of the stage that holds the most."""
+    return max(memory.total for memory in expected.most)
+
+
+def check_limit(memories: Sequence[StageMemory], limit: int) -> None:
+    """Check that every stage stays within a limit.
+
+    Args:
+        memories: What each stage will hold.
+        limit: Bytes.
+
+    Raises:
+        ValueError: Naming the stage that holds the most, and what to change.
+    """
+    stage = max(range(len(memories)), key=lambda k: memories[k].total)
+    most = memories[stage]
+    if most.total <= limit:
+        return
+    raise ValueError(
+        f"Stage {stage} is expected to hold {human_bytes(most.total)}, more than"
+        f" memory_limit={human_bytes(limit)}: {human_bytes(most.kept)} of parameters, gradients and"
+        f" optimizer state, {human_bytes(most.of_micro_batches)} of micro-batches. Use more stages"
+        " or smaller micro-batches (more chunks), checkpoint='always', or balance='memory'."
+    )
+
+
+def _differentiable(leaf: Any) -> Any:
+    """A tensor that wants a gradient, where it may."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as people write them: 950 B, 1.2 kB, 25.6 MB, 1.1 GB."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while round(count, 1) >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.{0 if units[0] == 'B' else 1}f} {units[0]}"

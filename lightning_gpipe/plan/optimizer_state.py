@@ -1,0 +1,78 @@
+"""What optimizers will keep of each parameter, told before they step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_gpipe.model.on_meta import to_meta_leaf
+from lightning_gpipe.tensors.tree import CONSTANTS
+
+#: Arguments of PyTorch's optimizers that choose kernels, not what is kept.
+_KERNELS = ("foreach", "fused", "capturable")
+
+
+def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int] | None:
+    """Bytes of state that optimizers will keep for their parameters.
+
+    A copy of each optimizer steps on the meta device, over a parameter of each shape: what it keeps
+    of that one it keeps of all that look alike. The optimizers and their parameters stay as they
+    are.
+
+    Args:
+        optimizers: Of ``torch.optim``, or others that keep their state where those do.
+
+    Returns:
+        Bytes by the ``id`` of the parameter, of trainable ones; None: an optimizer can't step so.
+    """
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            alike: dict[Any, list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.requires_grad:
+                    alike[p.shape, p.stride(), p.dtype].append(p)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    sizes = _stepped(optimizer, group, [same[0] for same in alike.values()])
+            except Exception:
+                return None
+            for same, nbytes in zip(alike.values(), sizes, strict=True):
+                for p in same:
+                    found[id(p)] = found.get(id(p), 0) + nbytes
+    return found
+
+
+def _stepped(
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[Tensor]
+) -> list[int]:
+    """Bytes that a copy of an optimizer keeps of some parameters of a group after a step."""
+    if not parameters:
+        return []
+    stand_ins = [torch.nn.Parameter(to_meta_leaf(p)) for p in parameters]
+    for p in stand_ins:
+        p.grad = torch.empty_like(p)
+    own = copy.copy(optimizer)  # by its pickling methods: without hooks, and what patched its step
+    for name, value in vars(optimizer).items():
+        if isinstance(value, CONSTANTS):
+            vars(own).setdefault(name, value)
+    kernels = {name: False for name in _KERNELS if name in group}
+    own.state = defaultdict(dict)
+    own.param_groups = [{**copy.copy(group), **kernels, "params": stand_ins}]
+    own.step()
+    return [_nbytes(own.state.get(p, {})) for p in stand_ins]
+
+
+def _nbytes(state: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,198 @@
+"""Compares the memory that stages are expected to hold with what they hold.
+
+A pipeline trains on several processes; in its third step every rank notes the bytes of the tensors
+that live at one time. The whole table, K = 1, 2, 4, M = 1, 4, 16, all checkpoints and both step
+modes, for three models, takes some minutes:
+
+    python -m tests.expected_memory
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.plan.model_memory import ExpectedMemory
+from lightning_gpipe.schedule.checkpoint import Checkpoint
+from tests.live_bytes import LiveBytes, bytes_of
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+BATCH = 32
+
+
+class Loss(torch.autograd.Function):
+    """Keeps its input, and makes nothing but its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum() / x.numel()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0]).fill_(gradient / 1000)
+
+
+class Transformer(L.LightningModule):
+    """Encoder layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(16, 64)
+        self.backbone = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True) for _ in range(8))
+        )
+        self.data = torch.randn(BATCH * 3, 32, 16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output: Tensor = self.backbone(self.embedding(batch[0]))
+        loss: Tensor = Loss.apply(output)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.data), batch_size=BATCH)
+
+
+class ConvNet(Transformer):
+    """Convolutions with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Identity()
+
+        def block(before: int, after: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Conv2d(before, after, 3, padding=1),
+                nn.BatchNorm2d(after),
+                nn.ReLU(inplace=True),
+                nn.Dropout(0.1),
+            )
+
+        widths = [3, 8, 8, 8, 8, 16, 16, 16, 16]
+        self.backbone = nn.Sequential(*itertools.starmap(block, itertools.pairwise(widths)))
+        self.data = torch.randn(BATCH * 3, 3, 24, 24)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class Language(Transformer):
+    """GPT-2 as Hugging Face wrote it."""
+
+    def __init__(self) -> None:
+        from transformers import GPT2Config, GPT2Model
+
+        super().__init__()
+        del self.embedding, self.backbone
+        config = GPT2Config(
+            vocab_size=64, n_positions=32, n_embd=64, n_layer=8, n_head=4, use_cache=False
+        )
+        self.model = GPT2Model(config)
+        self.data = torch.randint(0, 64, (BATCH * 3, 32))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output: Tensor = self.model(input_ids=batch[0]).last_hidden_state
+        loss: Tensor = Loss.apply(output)
+        return loss
+
+
+MODELS = {"Transformer": Transformer, "ConvNet": ConvNet, "GPT-2": Language}
+
+
+class Watch(L.Callback):
+    """Measures the first step and the third, up to the optimizer's."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+        self.kept: tuple[int, int] = (0, 0)
+        self.expected: ExpectedMemory | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.live = LiveBytes()
+        self.live.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.live.__exit__(None, None, None)
+        own = [p for p in module.parameters() if not p.is_meta]
+        self.peaks.append(self.live.peak([p.grad for p in own if p.grad is not None]))
+        self.expected = trainer.strategy._run.pipeline._state.memory
+        weights = bytes_of([*own, *module.buffers(), *(p.grad for p in own if p.grad is not None)])
+        states = [optimizer.state.get(p, {}).values() for p in own]
+        self.kept = weights, bytes_of(t for state in states for t in state if torch.is_tensor(t))
+
+
+def measure(
+    name: str, stages: int, chunks: int, checkpoint: Checkpoint, mode: tuple[Any, Any]
+) -> tuple[ExpectedMemory | None, list[int], tuple[int, int]]:
+    """Train on a rank: what was expected of all stages, and what this one held."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(1)
+    watch = Watch()
+    strategy = GPipeStrategy(
+        chunks, checkpoint=checkpoint, step=mode[0], schedule=mode[1], stages=stages
+    )
+    trainer(max_epochs=1, devices=stages, strategy=strategy, callbacks=[watch]).fit(MODELS[name]())
+    return watch.expected, [watch.peaks[0], watch.peaks[-1]], watch.kept
+
+
+CHECKPOINTS: tuple[Checkpoint, ...] = ("always", 2, "never")
+STEPS = (("mini-batch", "auto"), ("micro-batch", "1f1b"), ("micro-batch", "searched"))
+
+
+Cell: TypeAlias = tuple[str, int, int, Checkpoint, tuple[Any, Any]]
+
+
+def grid() -> Iterator[Cell]:
+    """The whole table: model, K, M, checkpoint, step and schedule."""
+    return itertools.product(MODELS, (1, 2, 4), (1, 4, 16), CHECKPOINTS, STEPS)
+
+
+def rows(cell: Cell) -> Iterator[tuple[str, float, float]]:
+    """What was expected and measured of each stage, as a row of a table.
+
+    Yields:
+        The row, the error of what comes and goes in a step, and in the first one.
+    """
+    name, stages, chunks, checkpoint, (step, schedule) = cell
+    found = run_ranks(measure, stages, *cell)
+    for stage, (expected, (first, last), kept) in enumerate(found):
+        memory = expected.in_step[stage]
+        if step == "mini-batch":
+            assert kept == (memory.weights + memory.gradients, memory.optimizer)
+        error = memory.of_micro_batches / last - 1
+        beside = expected.in_first_step[stage].of_micro_batches / first - 1
+        mode = step if schedule == "auto" else f"{step} {schedule}"
+        cells = [name, mode, stages, chunks, checkpoint, stage, memory.of_micro_batches // 1000]
+        row = [*map(str, cells), str(last // 1000), f"{error:+.1%}", f"{beside:+.1%}"]
+        yield f"| {' | '.join(row)} |", error, beside
+
+
+def main() -> None:
+    """Print the table, or the rows whose cells have all given words in their text."""
+    print("| model | step | K | M | checkpoint | stage | kB | measured | error | in first step |")
+    print("|---" * 10 + "|")
+    errors = []
+    for cell in grid():
+        if all(word in str(cell) for word in sys.argv[1:]):
+            for row, error, _ in rows(cell):
+                print(row, flush=True)
+                errors.append(error)
+    within = sum(abs(error) <= 0.15 for error in errors)
+    print(f"{within} of {len(errors)} within 15 %; from {min(errors):+.1%} to {max(errors):+.1%}")
+
+
+if __name__ == "__main__":
+    main()
