@@ -167,14 +167,15 @@ def start(out: Path, phase: str, **options: Any) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in found]
 
 
-def show(title: str, share: float, tiny: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
-    """Print what each rank held beside what it holds of a tiny model."""
-    points = [point for point in POINTS if point in told[0]["rss"]]
-    table = Table(title, ["share", *(f"peak, {point}" for point in points), "of the share"])
+def show(
+    title: str, held: dict[str, float], tiny: list[dict[str, Any]], told: list[dict[str, Any]]
+) -> None:
+    """Print the peaks, without those of a tiny model, beside what each rank should hold by then."""
+    table = Table(title, [text for point in held for text in (f"peak, {point}", "of its share")])
     for rank, (base, own) in enumerate(zip(tiny, told, strict=True)):
-        peaks = [own["rss"][point] - base["rss"][point] for point in points]
-        row = [round(value) for value in (share, *peaks)]
-        table.rows.append((f"rank {rank}", [*row, max(peaks) / share]))
+        peaks = {point: own["rss"][point] - base["rss"][point] for point in held}
+        cells = [cell for point, mb in peaks.items() for cell in (mb, mb / held[point])]
+        table.rows.append((f"rank {rank}", cells))
     print(table, flush=True)
 
 
@@ -208,27 +209,23 @@ def compare(folder: Path, width: int) -> None:
     tiny = start(folder / "tiny", "four", width=8, **four)
     first = folder / "tiny/epoch=0.ckpt"
     tiny_pairs = start(folder / "tiny", "pairs", width=8, ckpt=first, **pairs)
-    share = 3 * weights / 4
-    limit = 1.1 * share
+    limit = 1.1 * 3 * weights / 4
     print(
         f"weights {weights:.0f} MB, with gradients and momentum {3 * weights:.0f} MB; a process may"
         f" allocate {limit:.0f} MB beside what it does for a tiny model"
         f" ({weights / limit:.2f} and {3 * weights / limit:.2f} times that)"
     )
-    base = max(one["data"] for one in tiny) + 64
-    begun = {"width": width, "data_mb": base + limit}
-    whole = start(folder / "whole", "four", **begun, **four)
-    show("four stages", share, tiny, whole)
-    start(folder / "giant", "four", **begun, **four, killed_in=1)
+    data = max(one["data"] for one in tiny) + 64 + limit
+    start(folder / "giant", "four", width=width, data_mb=data, killed_in=1, **four)
+    whole = start(folder / "whole", "four", width=width, data_mb=data, **four)
+    held = dict.fromkeys(POINTS, 3 * weights / 4) | {"built": weights / 4}
+    show("MB, four stages", held, tiny, whole)
+    # the first step of replicas holds gradients twice, in their buckets
+    data = max(one["data"] for one in tiny_pairs) + 64 + 2 * limit + weights / 2
     saved = folder / "giant/epoch=0.ckpt"
-    base = max(one["data"] for one in tiny_pairs) + 64
-    limited = {"width": width, "data_mb": base + 2 * limit, "ckpt": saved}
-    show(
-        "two pipelines of two stages, from the folder",
-        2 * share,
-        tiny_pairs,
-        start(folder / "giant", "pairs", **limited, **pairs),
-    )
+    found = start(folder / "giant", "pairs", width=width, data_mb=data, ckpt=saved, **pairs)
+    held = dict.fromkeys(POINTS, 2 * weights) | {"built": weights}
+    show("MB, two pipelines of two stages, from the folder", held, tiny_pairs, found)
     file = folder / "giant/whole.ckpt"
     consolidate = [sys.executable, "-m", "lightning_gpipe", "consolidate"]
     subprocess.run([*consolidate, str(folder / "giant/epoch=2.ckpt"), str(file)], check=True)
