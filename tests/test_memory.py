@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_gpipe import GPipeStrategy
@@ -26,6 +28,7 @@ from lightning_gpipe.plan.model_memory import ModelMemory, human_bytes
 from lightning_gpipe.plan.optimizer_state import optimizer_state_bytes
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
+from lightning_gpipe.tensors.tree import Tree
 from tests import expected_memory
 from tests.live_bytes import graph_bytes
 from tests.ranks import RankError, run_ranks
@@ -383,3 +386,14 @@ def test_stages_hold_what_is_expected(cell: expected_memory.Cell) -> None:
     """Within 15 % of what comes and goes; of what stays exactly, which `rows` asserts."""
     for row, error, _ in expected_memory.rows(cell):
         assert abs(error) <= 0.15, row
+
+
+def test_tensors_that_pass_for_others_have_no_memory_to_look_at() -> None:
+    was_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Tree.of([torch.zeros(2), torch.zeros(3)], "The input")
+    finally:
+        torch.set_warn_always(was_always)

@@ -152,7 +152,7 @@ def _in_common_memory(leaves: list[Leaf]) -> tuple[int, ...]:
     tensors = [(i, t) for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.numel()]
     if len(tensors) < 2:
         return ()
-    stretches = sorted((*_stretch(t), i) for i, t in tensors if not t.is_meta)
+    stretches = sorted((*_stretch(t), i) for i, t in tensors if _has_memory(t))
     found: set[int] = set()
     reach = (0, -1)  # where the stretch ends that goes furthest so far, and whose it is
     for start, end, i in stretches:
@@ -160,6 +160,11 @@ def _in_common_memory(leaves: list[Leaf]) -> tuple[int, ...]:
             found |= {i, reach[1]}
         reach = max(reach, (end, i))
     return tuple(sorted(found))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor isn't on the meta device, and doesn't just pass for one that isn't."""
+    return not tensor.is_meta and tensor.untyped_storage().device.type != "meta"
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
