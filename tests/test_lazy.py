@@ -114,12 +114,40 @@ def test_recorded_values_are_those_of_an_ordinary_run(construct: Callable[[], nn
         assert value.dtype == names[name].dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_type_is_that_of_the_constructor(dtype: torch.dtype) -> None:
+    def construct() -> nn.Parameter:
+        return nn.Parameter(torch.randn(4) * torch.linspace(1, 2, 4) + torch.ones(4) / 3)
+
+    root = nn.Module()
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(3)
+        expected = construct()
+        torch.manual_seed(3)
+        with LazyModule.of(root).recording(root, torch.device("cpu")):
+            root.weight = construct()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (value,) = LazyModule.of(root).values(children_first(root), 0, "it").values()
+    torch.testing.assert_close(value, expected.detach(), rtol=0, atol=0)
+
+
 def test_attributes_that_are_tensors_have_their_values() -> None:
     root = nn.Module()
     with LazyModule.of(root).recording(root, torch.device("cpu")):
         root.layers = Computed()
     assert root.layers.table.is_meta
     assert root.layers.shift.tolist() == [0.5] * models.WIDTH
+
+
+def test_a_real_tensor_is_not_written_to_without_values() -> None:
+    root, real = nn.Module(), torch.zeros(3)
+    with (
+        pytest.raises(RuntimeError, match="writes to a tensor on the host"),
+        LazyModule.of(root).recording(root, torch.device("cpu")),
+    ):
+        real.copy_(torch.ones(3))
 
 
 def test_recording_takes_no_memory_of_what_is_built() -> None:

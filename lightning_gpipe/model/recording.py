@@ -65,6 +65,7 @@ class _Operation:
         structure: Theirs.
         outputs: What came out.
         generator: State of the generator that it draws from; None: it draws nothing.
+        dtype: The default one.
     """
 
     function: Any
@@ -72,6 +73,7 @@ class _Operation:
     structure: Any
     outputs: tuple[View, ...]
     generator: Tensor | None
+    dtype: torch.dtype
 
     def run(self, find: Callable[[View], Tensor]) -> list[Tensor]:
         """Run it on real tensors.
@@ -87,7 +89,12 @@ class _Operation:
                     leaves[i].set_state(self.generator)
             torch.set_rng_state(self.generator)
         args, kwargs = tree_unflatten(leaves, self.structure)
-        return _tensors(self.function(*args, **kwargs))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            return _tensors(self.function(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(before)
 
 
 class Recording(TorchDispatchMode):
@@ -116,7 +123,8 @@ class Recording(TorchDispatchMode):
     def provide(self, tensor: Tensor, read: Callable[[], Tensor]) -> None:
         """Tell where the values of a tensor on the meta device are read from."""
         view, (_, structure) = View.of(tensor), tree_flatten(((), {}))
-        self._operations.append(_Operation(read, (), structure, (view,), None))
+        dtype = torch.get_default_dtype()
+        self._operations.append(_Operation(read, (), structure, (view,), None, dtype))
         self._note([tensor], [], is_unknown=False, replaces=False)
 
     def view(self, tensor: Tensor) -> View | None:
@@ -156,6 +164,8 @@ class Recording(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(func, inputs[0])
         written = written_by(func, args, kwargs or {})
+        if any(t.is_meta for t in inputs) and not all(t.is_meta for t in written):
+            raise RuntimeError(f"{func} writes to a tensor on the host what isn't computed yet")
         is_random = torch.Tag.nondeterministic_seeded in func.tags and _is_on_meta(leaves)
         state = _drawn(func, leaves, structure) if is_random and self._draws else None
         result = func(*_on_meta(args, inputs), **_on_meta(kwargs or {}, inputs))
@@ -167,7 +177,8 @@ class Recording(TorchDispatchMode):
             is_unknown = (is_random and not self._draws) or not known.isdisjoint(self._random)
             views = tuple(View.of(tensor) for tensor in outputs)
             kept = tuple(self._kept(leaf) for leaf in leaves)
-            self._operations.append(_Operation(func, kept, structure, views, state))
+            dtype = torch.get_default_dtype()
+            self._operations.append(_Operation(func, kept, structure, views, state, dtype))
             is_copy = func is torch.ops.aten.copy_.default and _shows_all(inputs[0])
             if is_copy and self.view(inputs[1]):
                 self._made.add(inputs[0].untyped_storage()._cdata)
@@ -342,8 +353,12 @@ def _room(view: View) -> torch.UntypedStorage:
 
 
 def _laid_out(made: Tensor, view: View) -> Tensor:
-    """A result with the strides that it had on the meta device."""
-    if made.stride() == view.stride and made.storage_offset() == view.offset:
+    """A result with the type and strides that it had on the meta device."""
+    if (
+        made.dtype == view.dtype
+        and made.stride() == view.stride
+        and made.storage_offset() == view.offset
+    ):
         return made
     laid = view.on(_room(view))
     laid.copy_(made)
