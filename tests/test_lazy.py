@@ -242,9 +242,6 @@ class KeepFirst(L.Callback):
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        pass
-
     def on_before_optimizer_step(self, _: Any, module: L.LightningModule, *__: Any) -> None:
         if not self.values:
             self.values = own(module)

@@ -148,8 +148,9 @@ class Recording(TorchDispatchMode):
         with torch.no_grad(), torch._C.DisableTorchFunction(), preserved(_HOST):
             for index in self._needed(view.storage for view in views):
                 operation = self._operations[index]
-                for view in self._missing(operation, storages):
-                    storages[view.storage] = _room(view)
+                for view in operation.leaves:  # what nothing has made yet: it is copied to
+                    if isinstance(view, View) and view.storage not in storages:
+                        storages[view.storage] = _room(view)
                 for view, made in zip(operation.outputs, operation.run(find), strict=True):
                     if view.storage not in storages:
                         storages[view.storage] = _laid_out(made, view).untyped_storage()
@@ -238,13 +239,6 @@ class Recording(TorchDispatchMode):
                     operation = self._operations[index]
                     waiting += [v.storage for v in operation.leaves if isinstance(v, View)]
         return sorted(found)
-
-    def _missing(
-        self, operation: _Operation, storages: dict[int, torch.UntypedStorage]
-    ) -> list[View]:
-        """What an operation changes that nothing has made: a tensor that is copied to."""
-        views = [leaf for leaf in operation.leaves if isinstance(leaf, View)]
-        return [view for view in views if view.storage not in storages]
 
 
 class _SeeminglyOnHost(TorchFunctionMode):
