@@ -49,9 +49,9 @@ class GPipeStrategy(SavingStrategy):
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
             counted without computing them; frozen layers count what their backward computes), by
-            ``"time"`` (measured on the device), by ``"params"``, by ``"memory"``, by an explicit list
-            of layers per stage, or by a function
-            of a layer and its input (tensors on the meta device) that returns its cost.
+            ``"time"`` (measured on the device), by ``"params"``, by ``"memory"``, by an explicit
+            list of layers per stage, or by a function of a layer and its input (tensors on the meta
+            device) that returns its cost.
         checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
             but the last, whose backward comes first, ``"never"`` none; or how many, as a number
             (``3``) or a share (``0.5``). Those whose backward comes first keep their activations.
