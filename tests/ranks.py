@@ -250,7 +250,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, stacks: str) -> None:
 
 
 def _run_functions(pipe: Connection, rank: int, world_size: int, stacks: TextIO) -> None:
-    gc.freeze()  # what is imported stays: collections after a failure needn't look at it
     world: _World | None = None
     while True:
         try:

@@ -1,5 +1,6 @@
 """Imported once by the server that forks the ranks, so that each rank starts at once."""
 
+import gc
 import os
 import warnings
 
@@ -14,3 +15,6 @@ if "STRICT_MODE" in os.environ:  # python -m tests.strict --all
     from tests.strict.backend import take_over
 
     take_over(os.environ["STRICT_MODE"])
+
+gc.collect()
+gc.freeze()  # what is imported stays: collections in the ranks needn't look at it
