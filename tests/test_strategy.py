@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import lightning_gpipe
 from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.ranks import RankError, run_ranks
+from tests.scripts import run as run_script
 from tests.training import train
 
 
@@ -307,15 +307,8 @@ if __name__ == "__main__":
 def test_a_script_through_lightnings_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        cwd=tmp_path,
-    )
-    screen = done.stdout + done.stderr
-    assert done.returncode == 0, screen
+    code, screen = run_script([sys.executable, str(script)], timeout=150, cwd=tmp_path)
+    assert code == 0, screen
     for rank in range(2):
         assert f"rank {rank} ends" in screen
     assert screen.count("GPipe: 6 layers of 'backbone' on 2 stages, 8 micro-batches") == 1
@@ -336,7 +329,6 @@ def test_a_script_with_a_smaller_run_before_is_refused(tmp_path: Path) -> None:
     """The second process, which starts at the script's top, waited for a world that never came."""
     script = tmp_path / "train.py"
     script.write_text(ONE_THEN_TWO)
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert done.returncode != 0
-    assert "This process was started as rank 1 of another run" in done.stdout + done.stderr
+    code, screen = run_script([sys.executable, str(script)], timeout=100, cwd=tmp_path)
+    assert code != 0
+    assert "This process was started as rank 1 of another run" in screen
