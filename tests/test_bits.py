@@ -68,7 +68,7 @@ def weights(stages: int, mode: str) -> dict[str, Tensor]:
 def test_bits_do_not_depend_on_the_number_of_stages(mode: str) -> None:
     expected = run_ranks(weights, 1, 1, mode)[0]
     assert expected["backbone.1.num_batches_tracked"] == 15
-    for stages in (2, 3, 4):
+    for stages in (2, 4):
         state = run_ranks(weights, stages, stages, mode)[0]
         different = [
             name for name, value in expected.items() if not torch.equal(value, state[name])

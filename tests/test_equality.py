@@ -14,7 +14,7 @@ from tests import models
 from tests.ranks import run_ranks
 from tests.training import train
 
-STEPS = 5
+STEPS = 3  # the first cuts the model, the last two use what the optimizer keeps
 CASES: dict[str, tuple[type[models.Module], int]] = {  # module, M
     "plain": (models.Module, 4),
     "plain, one micro-batch": (models.Module, 1),
@@ -79,7 +79,7 @@ def plain_run(case: str, optimizer: str) -> tuple[dict[str, torch.Tensor], dict[
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 4])  # tests.fuzz draws 3, too
 def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
     initial, expected = {}, {}
     for optimizer in MODES:

@@ -79,11 +79,10 @@ CLIPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_do_not_depend_on_the_number_of_stages(precision: str, clip: str) -> None:
     expected, scales = run_ranks(run, 1, precision, 3, 1, CLIPS[clip])[0]
-    for stages in (2, 4):
-        ranks = run_ranks(run, stages, precision, 3, stages, CLIPS[clip])
-        for name, tensor in ranks[0][0].items():
-            assert torch.equal(tensor, expected[name]), name
-        assert all(rank[1] == scales for rank in ranks), "all stages scale alike"
+    ranks = run_ranks(run, 3, precision, 3, 3, CLIPS[clip])  # a first, a middle and a last stage
+    for name, tensor in ranks[0][0].items():
+        assert torch.equal(tensor, expected[name]), name
+    assert all(rank[1] == scales for rank in ranks), "all stages scale alike"
     if precision == "16-mixed":
         assert scales[-1] < 2.0**20, "it did overflow"
         assert max(scales) > min(scales), "and some steps were made"

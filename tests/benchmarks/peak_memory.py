@@ -16,7 +16,13 @@ from tests.benchmarks.report import Table
 from tests.benchmarks.turns import take_turns
 from tests.benchmarks.workloads import with_balance
 
-arguments_of = compute.arguments_of
+
+def arguments_of(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's own options."""
+    compute.arguments_of(parser)
+    parser.add_argument(
+        "--warm-up", type=int, default=6, help="rounds before those; default: %(default)s"
+    )
 
 
 def run(arguments: argparse.Namespace) -> Iterator[Table]:
@@ -34,7 +40,11 @@ def run(arguments: argparse.Namespace) -> Iterator[Table]:
                     ),
                 ]
                 results = take_turns(
-                    found, arguments.rounds, arguments.steps, warm_up=6, exact_memory=True
+                    found,
+                    arguments.rounds,
+                    arguments.steps,
+                    warm_up=arguments.warm_up,
+                    exact_memory=True,
                 )
                 table = Table(
                     f"{workload.name}, K={stages}, M={chunks}, {checkpoint}: peak, MB",
