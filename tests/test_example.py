@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests import scripts
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "digits.py"
 LANGUAGE_MODEL = ROOT / "examples" / "language_model.py"
 
 
-def run(*arguments: str, cwd: Path, example: Path = EXAMPLE) -> str:
+def run(*arguments: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, str(example), *arguments],
+        [sys.executable, str(EXAMPLE), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -47,7 +49,10 @@ def test_language_model(tmp_path: Path) -> None:
     found = []
     for stages in ("1", "2"):
         arguments = "--stages", stages, "--epochs", "2", "--file", str(text)
-        screen = run(*arguments, cwd=tmp_path, example=LANGUAGE_MODEL)
+        code, screen = scripts.run(
+            [sys.executable, str(LANGUAGE_MODEL), *arguments], 240, cwd=tmp_path
+        )
+        assert code == 0, screen
         assert screen.count("Sample:") == 2, screen
         names = "Perplexity", "Unigram perplexity"
         lines = (re.search(rf"^{name}: +(\S+)$", screen, re.MULTILINE) for name in names)

@@ -78,6 +78,10 @@ def live(script: list[Any], state: dict[str, Tensor], pipeline: bool) -> Any:
                 strategy=strategy,
                 use_distributed_sampler=False,  # replicas see the same: equal to one
                 num_sanity_val_steps=1,
+                limit_train_batches=5,
+                limit_val_batches=3,
+                limit_test_batches=3,
+                limit_predict_batches=3,
             )
         if word == "fit":
             epochs += 1

@@ -1,6 +1,7 @@
 """The step once per micro-batch: equal to a plain Trainer with the same weighted losses.
 
-With WHOLE_TABLE=1 in the environment every case runs in every layout, which takes half an hour.
+Each case runs in the first layout and three others, each layout with most cases. With WHOLE_TABLE=1
+in the environment every case runs in every layout there is, which takes half an hour.
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ if "WHOLE_TABLE" in os.environ:
 STEPS = 4
 
 
+def layouts_of(case: str) -> list[tuple[int, int, Any, str]]:
+    if "WHOLE_TABLE" in os.environ:
+        return LAYOUTS
+    first, *others = LAYOUTS
+    number = [*CASES].index(case)
+    left_out = {number % len(others), (number + 2) % len(others)}
+    return [first, *(layout for k, layout in enumerate(others) if k not in left_out)]
+
+
 def normed(stages: int) -> dict[str, Tensor]:
     """Train with batch norm outside the backbone."""
     strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
@@ -80,9 +90,8 @@ def statistics(stages: int) -> dict[str, Tensor]:
 
 def test_batch_norm_outside_the_backbone() -> None:
     expected = run_ranks(normed, 1, 1)[0]
-    for stages in (2, 3):
-        found = run_ranks(normed, stages, stages)[0]
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    found = run_ranks(normed, 3, 3)[0]
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     plain = statistics(0)
     for stages in (1, 2):
         found = run_ranks(statistics, stages, stages)[0]
@@ -134,13 +143,13 @@ def of_case(case: str, layouts: list[tuple[int, int, Any, str]]) -> list[dict[st
 @pytest.mark.parametrize("case", CASES)
 def test_weights_equal_a_plain_trainers(case: str) -> None:
     wanted = expected(case)
-    found = []
-    for _, same_stages in itertools.groupby(LAYOUTS, key=lambda layout: layout[0]):
+    chosen, found = layouts_of(case), []
+    for _, same_stages in itertools.groupby(chosen, key=lambda layout: layout[0]):
         layouts = list(same_stages)
         for first in range(0, len(layouts), 6):  # each tensor takes a file descriptor
             some = layouts[first : first + 6]
             found += run_ranks(of_case, some[0][0], case, some, timeout_s=300)[0]
-    for layout, state in zip(LAYOUTS, found, strict=True):
+    for layout, state in zip(chosen, found, strict=True):
         names = [n for n in wanted if n in state and wanted[n].is_floating_point()]
         atol = 2e-3 if case == "16-mixed" else 1e-10
         torch.testing.assert_close(
@@ -166,6 +175,6 @@ def test_replicas(case: str) -> None:
     wanted = run_ranks(with_replicas, 2, case, 0, 1)[0]
     one = run_ranks(with_replicas, 2, case, 1, 1)[0]
     torch.testing.assert_close(one, wanted, rtol=0, atol=1e-10)
-    for stages, virtual in ((2, 1), (2, 2), (3, 1)):
+    for stages, virtual in ((2, 2), (3, 1)):
         state = run_ranks(with_replicas, 2 * stages, case, stages, virtual)[0]
         torch.testing.assert_close(state, one, rtol=0, atol=1e-10)
