@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_gpipe.state import conversion
+from lightning_gpipe.strategy import plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,4 +52,49 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--overwrite", action="store_true", help="replace what is there under the new name"
         )
+    _add_plan(commands.add_parser("plan", help="tell what fits, and what is fastest"))
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.description = (
+        "Compare layouts of a pipeline, without data, weights or devices: what stages will hold,"
+        " and how long a step takes. Exits with 1 if nothing fits."
+    )
+    plan.add_argument(
+        "factory",
+        metavar="MODULE:FUNCTION",
+        help="makes the LightningModule, or the LightningModule and a batch of it",
+    )
+    plan.add_argument("--devices", type=int, required=True, help="number of devices, all nodes'")
+    plan.add_argument("--memory", help="of a device, such as 16GB")
+    plan.add_argument("--step", default="mini-batch", choices=["mini-batch", "micro-batch"])
+    plan.add_argument("--backbone", help="dotted name of what is cut; else it is found")
+    for name, what in (
+        ("stages", "numbers of stages, such as 2,4"),
+        ("chunks", "numbers of micro-batches, such as 4,8,32"),
+        ("virtual-stages", "numbers of virtual stages, such as 1,2"),
+    ):
+        plan.add_argument(f"--{name}", type=_numbers, metavar="N,…", help=what)
+    plan.add_argument(
+        "--checkpoint",
+        type=_checkpoints,
+        metavar="MODE,…",
+        help="of always, except_last, never, and numbers or shares of micro-batches",
+    )
+    plan.add_argument("--device", help="whose kernels layers will run: cuda, cpu")
+    plan.add_argument("--flops", type=float, help="operations of a device in a second, as 1e14")
+    plan.set_defaults(run=plan_command.plan)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _checkpoints(text: str) -> tuple[str | int | float, ...]:
+    def read(entry: str) -> str | int | float:
+        if entry.isdigit():
+            return int(entry)
+        return float(entry) if entry.replace(".", "", 1).isdigit() else entry
+
+    return tuple(map(read, text.split(",")))

@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["strategy"] = {*MAY_IMPORT}
 MAY_IMPORT["__init__"] = {*MAY_IMPORT}
-MAY_IMPORT["cli"] = {"state"}
+MAY_IMPORT["cli"] = {"state", "strategy"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 #: Who alone may import a library. Where a name stands here, so do the names below it.

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# As PyTorch's documentation imports it: no public name leads to it.
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
 #: What a model must be like.
 CONDITION = (
     "Blocks are for models that call all of them in order, and hand the hidden state from one to"
@@ -107,7 +110,12 @@ class Promise(Tensor):
             hidden: What the first block is given.
             reads: Filled with what is read of the promise.
         """
-        promise = hidden.detach().as_subclass(cls)
+        if isinstance(hidden, FakeTensor):  # of which no other class can be made
+            with unset_fake_temporarily():
+                one = torch.empty((), dtype=hidden.dtype, device="cpu")
+                promise = one.expand(hidden.shape).as_subclass(cls)
+        else:
+            promise = hidden.detach().as_subclass(cls)
         promise.__dict__["_reads"] = reads
         return promise
 

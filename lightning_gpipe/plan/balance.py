@@ -50,10 +50,22 @@ def decide_partition(
         UntraceableLayer: If the user's cost function needs the input of a layer that can't run
             without data.
     """
+    costs, unit = layer_costs(layers, run_layer, settings, sample, measure, warn, memories)
+    return share_out(costs, unit, stages, settings, memories, limit)
+
+
+def layer_costs(
+    layers: Sequence[nn.Module],
+    run_layer: RunLayer,
+    settings: Settings,
+    sample: Any,
+    measure: Callable[[], list[float]],
+    warn: Callable[[str], object],
+    memories: Sequence[float] | None = None,
+) -> tuple[list[float], str]:
+    """What each layer costs, and in which unit; see :func:`decide_partition`."""
     balance = settings.balance
     costs, unit = parameter_costs(layers), "params"
-    if settings.sizes is not None:
-        return Partition(settings.sizes, tuple(costs), unit, settings.virtual_stages)
     if balance == "time":
         try:
             costs, unit = measure(), "time"
@@ -75,7 +87,33 @@ def decide_partition(
         costs, unit = list(memories), "memory"
     elif callable(balance):
         costs, unit = function_costs(layers, run_layer, sample, balance), "cost"
+    return costs, unit
+
+
+def share_out(
+    costs: Sequence[float],
+    unit: str,
+    stages: int,
+    settings: Settings,
+    memories: Sequence[float] | None = None,
+    limit: float | None = None,
+) -> Partition:
+    """Share layers out by what they cost, or as the user lists them; see :func:`decide_partition`.
+
+    Args:
+        costs: Cost of each layer.
+        unit: What the costs are.
+        stages: See there, and so the rest.
+        settings: See there.
+        memories: See there.
+        limit: See there.
+
+    Raises:
+        ValueError: If no cut keeps every stage within the limit.
+    """
     virtual = settings.virtual_stages
+    if settings.sizes is not None:
+        return Partition(settings.sizes, tuple(costs), unit, virtual)
     try:
         each = None if limit is None else limit // virtual
         sizes = cut(costs, stages * virtual, memories, each)

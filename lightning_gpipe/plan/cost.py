@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from lightning_gpipe.model.on_meta import (
     to_meta_leaf,
 )
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.schedule.costs import BACKWARD_RATIO
 from lightning_gpipe.tensors.tree import Tree
 
@@ -29,47 +31,92 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
     return [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerFlops:
+    """Floating-point operations of a layer in a training step.
+
+    Args:
+        forward: Of its forward.
+        backward: Of its backward; 0 where there is none.
+        recompute: Of a forward that is run again; 0 where there is no backward.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+
+
 def flop_costs(
     layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any, recomputes: bool
 ) -> list[float]:
     """Floating-point operations of each layer in a training step: forward, recompute, backward.
 
-    Matrix products, convolutions and attention count their operations, everything else one
-    operation per element that comes out, so that no layer is free. Frozen layers count what their
-    backward computes: nothing before the first trainable one, no gradient of weights behind it.
-
     Args:
-        layers: The layers, on any device; nothing is computed and no memory used.
-        run_layer: Runs one of them.
-        sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
+        layers: See :func:`layer_flops`, and so the next two.
+        run_layer: See there.
+        sample: See there.
         recomputes: Whether activations are re-materialized.
 
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
     """
-    costs = []
+    flops = layer_flops(layers, run_layer, sample)
+    return [f.forward + (f.backward + (f.recompute if recomputes else 0.0)) for f in flops]
+
+
+def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -> list[LayerFlops]:
+    """Floating-point operations of each layer.
+
+    Matrix products, convolutions and attention count their operations, everything else one
+    operation per element that comes out, so that no layer is free. Frozen layers count what their
+    backward computes: nothing before the first trainable one, no gradient of weights behind it.
+    Of layers that do the same one is looked at.
+
+    Args:
+        layers: The layers, on any device; nothing is computed and no memory used.
+        run_layer: Runs one of them.
+        sample: The input of the first layer, a pytree of tensors ``[batch, …]``.
+
+    Raises:
+        UntraceableLayer: If a layer needs the values of its input.
+    """
+    found, known = [], dict[Hashable, tuple[LayerFlops, Tree]]()
     value = _on_meta(sample)
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
         for index, layer in enumerate(layers):
-            tensors, start = meta_tensors(layer), counter.get_total_flops()
             given = Tree.of(value, "A layer's input")
-            # copies, because a layer may work in place, and not on leaves of the graph
-            value = given.with_leaves([_copied(leaf) for leaf in given.leaves]).value()
-            value = run_layer_on_meta(layer, run_layer, index, value, tensors)
-            output = Tree.of(value, "A layer's output")
-            elements = sum(t.numel() for t in output.tensors())
-            forward = counter.get_total_flops() - start + elements
-            backward = 0.0
-            if any(t.requires_grad for t in output.tensors()):
-                try:
-                    _differentiate(output, [*given.tensors(), *tensors.values()])
-                    backward = counter.get_total_flops() - start - forward + 2 * elements
-                except Exception:  # PyTorch lacks some backwards on this device
-                    backward = BACKWARD_RATIO * forward
-                backward += forward if recomputes else 0
-            costs.append(float(forward + backward))
+            key = signature(layer, run_layer, index, given)
+            if key is None or key not in known:
+                flops, output = _counted(layer, run_layer, index, given, counter)
+                if key is not None:
+                    known[key] = flops, output
+            else:
+                flops, output = known[key]
+            found.append(flops)
             value = output.with_leaves([_on_meta(leaf) for leaf in output.leaves]).value()
-    return costs
+    return found
+
+
+def _counted(
+    layer: nn.Module, run_layer: RunLayer, index: int, given: Tree, counter: FlopCounterMode
+) -> tuple[LayerFlops, Tree]:
+    """A layer's operations, and its output."""
+    tensors, start = meta_tensors(layer), counter.get_total_flops()
+    # copies, because a layer may work in place, and not on leaves of the graph
+    value = given.with_leaves([_copied(leaf) for leaf in given.leaves]).value()
+    value = run_layer_on_meta(layer, run_layer, index, value, tensors)
+    output = Tree.of(value, "A layer's output")
+    elements = sum(t.numel() for t in output.tensors())
+    forward = counter.get_total_flops() - start + elements
+    if not any(t.requires_grad for t in output.tensors()):
+        return LayerFlops(float(forward), 0.0, 0.0), output
+    backward: float
+    try:
+        _differentiate(output, [*given.tensors(), *tensors.values()])
+        backward = counter.get_total_flops() - start - forward + 2 * elements
+    except Exception:  # PyTorch lacks some backwards on this device
+        backward = BACKWARD_RATIO * forward
+    return LayerFlops(float(forward), float(backward), float(forward)), output
 
 
 def function_costs(

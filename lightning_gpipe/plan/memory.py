@@ -12,7 +12,7 @@ a custom autograd function keeps as attributes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.on_meta import Pretended, meta_tensors, run_layer_on_meta, to_meta_leaf
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.tensors.microbatch import Split, batch_leaf
 from lightning_gpipe.tensors.tree import Tree
 
@@ -147,28 +148,37 @@ def layer_memories(
     place = Pretended(device or torch.device("cpu"))
     trains = any(part.training for layer in layers for part in layer.modules())
     watch = _Watch(run_layer)
-    facts = []
+    facts, known = [], dict[Hashable, _Shown]()
     with torch.enable_grad():
         value = _copied(micro_batch, place)
         for index, layer in enumerate(layers):
-            before = Tree.of(value, "A layer's input").tensors()
-            own = meta_tensors(layer, place)
-            watch.begin(own.values())
-            value = run_layer_on_meta(
-                *(layer, watch.run_layer, index, value, own),
-                training=None if trains else True,
-                place=place,
-            )
-            after = Tree.of(value, "A layer's output").tensors()
-            facts.append(
-                LayerMemory(
-                    held_tensors(layer.modules(), optimizer_bytes),
-                    _boundary(before),
-                    _boundary(after),
-                    *watch.end(),
+            given = Tree.of(value, "A layer's input")
+            key = signature(layer, run_layer, index, given)
+            shown = known.get(key)
+            if shown is not None:
+                value, found = shown.again(given, watch, place)
+            else:
+                own, versions = meta_tensors(layer, place), _versions(given)
+                watch.begin(own.values())
+                value = run_layer_on_meta(
+                    *(layer, watch.run_layer, index, value, own),
+                    training=None if trains else True,
+                    place=place,
                 )
-            )
+                found = watch.end()
+                output = Tree.of(value, "A layer's output")
+                if key is not None and versions == _versions(given):
+                    shown = _Shown.of(given, output, found, watch)
+                    known.update({key: shown} if shown is not None else {})
+            after = Tree.of(value, "A layer's output").tensors()
+            held = held_tensors(layer.modules(), optimizer_bytes)
+            facts.append(LayerMemory(held, _boundary(given.tensors()), _boundary(after), *found))
     return tuple(facts)
+
+
+def _versions(tree: Tree) -> list[int]:
+    """Tells of changes in place."""
+    return [t._version for t in tree.tensors()]
 
 
 def _copied(sample: Any, place: Pretended) -> Any:
@@ -217,16 +227,122 @@ class _Watch:
         seen = self._operations
         return self._saved, seen.forward, seen.backward, seen.arriving
 
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """The number of a piece of memory, a new one where it has none."""
+        known = self.known_number(storage)
+        return self.give_number(storage) if known is None else known
+
+    def known_number(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a piece of memory that was saved; else None."""
+        return self._numbers.get(id(storage))
+
+    def give_number(self, storage: torch.UntypedStorage, number: int | None = None) -> int:
+        """Number a piece of memory that has no number.
+
+        Args:
+            storage: The memory.
+            number: None: a new one.
+        """
+        key = id(storage)
+        self._numbers[key] = found = self.new_number() if number is None else number
+        weakref.finalize(storage, self._numbers.pop, key)  # another one may get its id
+        return found
+
+    def new_number(self) -> int:
+        """A number that no memory has."""
+        self._count += 1
+        return self._count - 1
+
+    def is_own(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is the memory of the layer's parameters and buffers."""
+        return id(storage) in self._operations.own
+
     def _save(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if id(storage) in self._operations.own:
-            return
-        key = id(storage)
-        if key not in self._numbers:
-            self._numbers[key] = self._count
-            self._count += 1
-            weakref.finalize(storage, self._numbers.pop, key)  # another one may get its id
-        self._saved[self._numbers[key]] = storage.nbytes()
+        if not self.is_own(storage):
+            self._saved[self.number(storage)] = storage.nbytes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a layer has shown, for others that do the same.
+
+    Args:
+        output: Tensors that look as those that it returned do.
+        passed: For each leaf of the output its place in the input, if it was handed through.
+        saved: What it saved: the place of an input, or of an output, or None, and bytes.
+        rest: The rest of :class:`LayerMemory`.
+    """
+
+    output: Tree
+    passed: tuple[int | None, ...]
+    saved: tuple[tuple[int | None, int | None, int], ...]
+    rest: tuple[int, int, int]
+
+    @classmethod
+    def of(
+        cls, given: Tree, output: Tree, found: tuple[dict[int, int], int, int, int], watch: _Watch
+    ) -> _Shown | None:
+        """What it has shown; None: an output shares memory with something else."""
+        inputs: dict[int, int] = {}  # places by the numbers of memory
+        seen = set()
+        for i, leaf in enumerate(given.leaves):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                seen.add(id(storage))
+                number = watch.known_number(storage)
+                inputs.setdefault(-1 if number is None else number, i)
+        outputs: dict[int, int] = {}
+        passed: list[int | None] = []
+        for i, leaf in enumerate(output.leaves):
+            places = (j for j, other in enumerate(given.leaves) if other is leaf)
+            passed.append(next(places, None) if isinstance(leaf, Tensor) else None)
+            if not isinstance(leaf, Tensor) or passed[-1] is not None:
+                continue
+            storage = leaf.untyped_storage()
+            fills = leaf.is_contiguous() and storage.nbytes() == leaf.nbytes
+            if not fills or id(storage) in seen or watch.is_own(storage):
+                return None
+            seen.add(id(storage))
+            number = watch.known_number(storage)
+            outputs.setdefault(-1 if number is None else number, i)
+        saved, *rest = found
+        places_of = tuple((inputs.get(n), outputs.get(n), nbytes) for n, nbytes in saved.items())
+        looks = [t.detach().clone() if isinstance(t, Tensor) else t for t in output.leaves]
+        for look, leaf in zip(looks, output.leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                look.requires_grad_(leaf.requires_grad)
+        return cls(output.with_leaves(looks), tuple(passed), places_of, (rest[0], rest[1], rest[2]))
+
+    def again(
+        self, given: Tree, watch: _Watch, place: Pretended
+    ) -> tuple[Any, tuple[dict[int, int], int, int, int]]:
+        """What another layer returns, and what is found of it.
+
+        Args:
+            given: Its input.
+            watch: Numbers memory.
+            place: For which device tensors pass.
+        """
+        leaves = [
+            leaf if through is None else given.leaves[through]
+            for leaf, through in zip(self.output.leaves, self.passed, strict=True)
+        ]
+        with place.mode:  # copies, because layers may work in place, and not on leaves of the graph
+            leaves = [
+                leaf.clone() if isinstance(leaf, Tensor) and through is None else leaf
+                for leaf, through in zip(leaves, self.passed, strict=True)
+            ]
+        saved = {}
+        for source, target, nbytes in self.saved:
+            if source is not None:
+                number = watch.number(given.leaves[source].untyped_storage())
+            elif target is not None:
+                number = watch.number(leaves[target].untyped_storage())
+            else:
+                number = watch.new_number()
+            saved[number] = nbytes
+        return self.output.with_leaves(leaves).value(), (saved, *self.rest)
 
 
 def _nothing(_: Any) -> Tensor:

@@ -72,7 +72,7 @@ class ModelMemory:
         run_layer: RunLayer,
         sample: Any,
         chunks: int,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer] | None,
         device: torch.device,
         is_detached: bool = False,
     ) -> ModelMemory:
@@ -85,7 +85,7 @@ class ModelMemory:
             run_layer: Runs one of them.
             sample: The backbone's input, a mini-batch.
             chunks: M.
-            optimizers: That will step.
+            optimizers: That will step; None: not known.
             device: On which stages will be.
             is_detached: Whether the input was computed without gradients, so that it doesn't tell
                 whether it will want one: it will, if parameters outside the backbone do.
@@ -93,7 +93,7 @@ class ModelMemory:
         Raises:
             UntraceableLayer: If a layer needs the values of its input.
         """
-        states = optimizer_state_bytes(optimizers)
+        states = None if optimizers is None else optimizer_state_bytes(optimizers)
         inside = {id(part) for part in body.modules()}
         outside = [part for part in module.modules() if id(part) not in inside]
         held, micro_batch = held_tensors(outside, states), micro_batch_of(sample, chunks)
@@ -135,10 +135,11 @@ class ModelMemory:
         self, partition: Partition, settings: Settings, micro_batches: int, replicas: int = 1
     ) -> ExpectedMemory:
         """What each stage will hold in all kinds of steps; see :meth:`of_stages`."""
-        return ExpectedMemory(
-            self.of_stages(partition, settings, micro_batches, replicas),
-            self.of_stages(partition, settings, micro_batches, replicas, is_first=True),
-        )
+        in_step = self.of_stages(partition, settings, micro_batches, replicas)
+        if settings.step == "mini-batch":  # whose schedule is always the same
+            return ExpectedMemory(in_step, in_step)
+        first = self.of_stages(partition, settings, micro_batches, replicas, is_first=True)
+        return ExpectedMemory(in_step, first)
 
     def of_layers(self, settings: Settings, stages: int, micro_batches: int) -> list[float]:
         """What each layer adds to its stage, in bytes, roughly: it depends on the stage.
@@ -196,8 +197,26 @@ def partition_within(
     """
     if memory is None:
         return decide(None, None), None
-    limit, layers = settings.limit, memory.of_layers(settings, stages, micro_batches)
+    best, expected = partition_near(decide, memory, settings, stages, micro_batches, replicas)
+    if settings.limit is not None:
+        check_limit(expected.most, settings.limit)
+    return best, expected
 
+
+def partition_near(
+    decide: Callable[[Sequence[float] | None, float | None], Partition],
+    memory: ModelMemory,
+    settings: Settings,
+    stages: int,
+    micro_batches: int,
+    replicas: int,
+) -> tuple[Partition, ExpectedMemory]:
+    """As :func:`partition_within`; where no cut is within the limit, the nearest that was found.
+
+    Raises:
+        ValueError: If the layers can't be cut at all.
+    """
+    limit, layers = settings.limit, memory.of_layers(settings, stages, micro_batches)
     best = decide(layers, None)
     expected = memory.expected(best, settings, micro_batches, replicas)
     within = None if limit is None else float(limit)
@@ -213,8 +232,6 @@ def partition_within(
         if _highest(found) < most:
             best, expected = partition, found
         within -= max(_highest(found) - limit, 1)
-    if limit is not None:
-        check_limit(expected.most, limit)
     return best, expected
 
 

@@ -64,12 +64,6 @@ def partition_table(
         row = [str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"]
         memory = ["?"] if memories is None else [_memory(memories[k])] if memories else []
         rows.append([*row, *memory])
-    widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
-    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (header, *rows)
-    ]
     stages, virtual = partition.count, partition.virtual_stages
     return "\n".join(
         [
@@ -79,16 +73,24 @@ def partition_table(
             f"{f' x {replicas} replicas' * (replicas > 1)},"
             f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={settings.checkpoint}"
             f"{', step=micro-batch' * (settings.step == 'micro-batch')}",
-            lines[0],
-            rule,
-            *lines[1:],
-            rule,
+            *table_lines(header, rows),
             f"Expected bubble {expected_bubble(partition, chunks, settings):.1%} of the time;"
             f" {outside:.1%} of the parameters are outside the backbone, on"
             f" {'every stage' if settings.step == 'mini-batch' else 'the stages that need them'}",
             *_memory_note(memories, settings, samples),
         ]
     )
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Cells as lines: the header, a rule, a line a row, a rule."""
+    widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
+    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
+    return [lines[0], rule, *lines[1:], rule]
 
 
 def _memory(memory: StageMemory) -> str:

@@ -23,14 +23,14 @@ from lightning_gpipe.plan.settings import ScheduleName, Settings, StepMode
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy import refusals
 from lightning_gpipe.strategy.loggers import LoggedSettings
+from lightning_gpipe.strategy.planning import PlanningStrategy
 from lightning_gpipe.strategy.processes import StartMethod
 from lightning_gpipe.strategy.run import Run
-from lightning_gpipe.strategy.saving_strategy import SavingStrategy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class GPipeStrategy(SavingStrategy):
+class GPipeStrategy(PlanningStrategy):
     """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
 
     The module's steps call an ``nn.Sequential``, the *backbone*. Its layers are cut into K stages,

@@ -1,0 +1,95 @@
+"""Tells which layers do the same, so that what one shows on the meta device goes for all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.model.loop import LoopProgram
+from lightning_gpipe.model.run_layer import RunLayer, run_layer
+from lightning_gpipe.tensors.tree import CONSTANTS, Tree
+
+_SEQUENCES = (list, tuple)
+_MAPPINGS = (dict, OrderedDict)
+_SETS = (set, frozenset)
+
+
+def signature(layer: nn.Module, run: RunLayer, index: int, given: Tree) -> Hashable | None:
+    """What a layer does with an input, as far as it doesn't depend on values.
+
+    Layers with the same signature are of the same classes, have tensors of the same look and equal
+    attributes: numbers, strings and the like by value, other objects by identity. So it holds while
+    the layers live.
+
+    Args:
+        layer: The layer, on any device.
+        run: Runs it.
+        index: Its place.
+        given: Its input.
+
+    Returns:
+        None: it can't be told.
+    """
+    program = getattr(run, "__self__", None)
+    if isinstance(program, LoopProgram):
+        call: Any = repr(program.calls[index]), index == len(program.calls) - 1, program.reads
+    elif run is run_layer:
+        call = None
+    else:
+        return None
+    try:
+        return call, _of_module(layer), _of_input(given)
+    except RecursionError:
+        return None
+
+
+def _of_input(given: Tree) -> Hashable:
+    storages: dict[int, int] = {}
+    leaves: list[Hashable] = []
+    for leaf in given.leaves:
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            number = storages.setdefault(id(storage), len(storages))
+            place = number, storage.nbytes(), leaf.storage_offset()
+            leaves.append((_of_tensor(leaf), leaf.is_leaf, place))
+        else:
+            leaves.append(_of_value(leaf, {}))
+    return repr(given.spec), tuple(leaves)
+
+
+def _of_module(layer: nn.Module) -> Hashable:
+    parts = list(layer.modules())
+    numbers = {id(part): i for i, part in enumerate(parts)}  # of modules, and of tensors
+    return tuple(_of_part(part, numbers) for part in parts)
+
+
+def _of_part(part: nn.Module, numbers: dict[int, int]) -> Hashable:
+    kind = type(part)
+    if any(vars(base).get("__slots__") for base in kind.__mro__):  # attributes that vars() hides
+        return id(part)
+    return kind, tuple((name, _of_value(value, numbers)) for name, value in vars(part).items())
+
+
+def _of_value(value: Any, numbers: dict[int, int]) -> Hashable:
+    kind = type(value)
+    if isinstance(value, CONSTANTS):
+        return kind, value
+    if isinstance(value, Tensor):
+        return numbers.setdefault(id(value), len(numbers)), _of_tensor(value)
+    if kind in _SEQUENCES:
+        return kind, tuple(_of_value(entry, numbers) for entry in value)
+    if kind in _MAPPINGS:
+        items = ((_of_value(key, numbers), _of_value(v, numbers)) for key, v in value.items())
+        return kind, tuple(items)
+    if kind in _SETS:
+        return kind, frozenset(_of_value(entry, numbers) for entry in value)
+    return "object", numbers.get(id(value), -1 - id(value))
+
+
+def _of_tensor(tensor: Tensor) -> Hashable:
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.requires_grad

@@ -1,0 +1,211 @@
+"""What is planned: one layout of a pipeline, and several that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_gpipe.plan.model_memory import human_bytes
+from lightning_gpipe.plan.report import human, table_lines
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.stage_memory import StageMemory
+
+#: Stages, and layouts, of which a table shows all.
+_STAGES, _LAYOUTS = 16, 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage of a plan.
+
+    Args:
+        layers: Those that it runs: a range for each of its virtual stages.
+        parameters: Their number, of its layers.
+        memory: What it is expected to hold in training, in bytes.
+        share: Of the cost by which layers are shared out, 0 to 1.
+    """
+
+    layers: tuple[range, ...]
+    parameters: int
+    memory: StageMemory
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to expect of one layout of a pipeline.
+
+    Args:
+        settings: How it is laid out; K is ``settings.stages``.
+        backbone: Dotted name of what is cut.
+        stages: What each stage runs and holds.
+        replicas: D, the pipelines that read different data.
+        micro_batches: M, no more than there are samples.
+        samples: In the largest micro-batch; None: the input has no batch.
+        bubble: Share of the time in which stages wait, 0 to 1.
+        operations: That a step takes one after another, from its start to its end: floating-point
+            operations as :func:`lightning_gpipe.plan.cost.layer_flops` counts them.
+        rate: Operations that a device does in a second; None: not known.
+        sent: Bytes that cross between stages in a step, activations and gradients.
+        outside: Bytes of the parameters and buffers outside the backbone.
+    """
+
+    settings: Settings
+    backbone: str
+    stages: tuple[PlannedStage, ...]
+    replicas: int
+    micro_batches: int
+    samples: int | None
+    bubble: float
+    operations: float
+    rate: float | None
+    sent: int
+    outside: int
+
+    @property
+    def most(self) -> int:
+        """Bytes of the stage that holds the most."""
+        return max(stage.memory.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays within the memory of a device; without a limit it does."""
+        return self.settings.limit is None or self.most <= self.settings.limit
+
+    @property
+    def seconds(self) -> float | None:
+        """What a step takes, if the rate is known."""
+        return None if self.rate is None else self.operations / self.rate
+
+    @property
+    def operations_per_batch(self) -> float:
+        """Operations of a step by the mini-batches that it takes in, one each replica."""
+        return self.operations / self.replicas
+
+    def __str__(self) -> str:
+        """A table, a row a stage."""
+        header = ["Stage", "Layers", "Parameters", "Weights", "Gradients", "Optimizer"]
+        header += ["Boundaries", "Activations", "Total", "Share"]
+        rows = [_stage_row(k, stage) for k, stage in enumerate(self.stages)]
+        if len(rows) > _STAGES:
+            largest = max(range(len(rows)), key=lambda k: self.stages[k].memory.total)
+            shown = sorted({*range(4), largest, *range(len(rows) - 4, len(rows))})
+            rows = [rows[k] for k in shown]
+            header[0] += f" of {len(self.stages)}"
+        s, layers = self.settings, sum(len(p) for stage in self.stages for p in stage.layers)
+        of = "" if self.samples is None else f" of {self.samples} sample{'s' * (self.samples > 1)}"
+        lines = [
+            f"{layers} layers of '{self.backbone}' on {s.stages} stage{'s' * (s.stages != 1)}"
+            f"{f' x {s.virtual_stages} virtual stages' * (s.virtual_stages > 1)}"
+            f"{f' x {self.replicas} replicas' * (self.replicas > 1)},"
+            f" {self.micro_batches} micro-batches{of}, checkpoint={s.checkpoint}"
+            f"{', step=micro-batch' * (s.step == 'micro-batch')}",
+            *table_lines(header, rows),
+            f"Bubble {self.bubble:.1%} of the time;{self._step()} stages send"
+            f" {human_bytes(self.sent)} to each other in a step.{self._verdict()}",
+        ]
+        return "\n".join([*lines, *_notes([self])])
+
+    def _step(self) -> str:
+        return "" if self.seconds is None else f" a step takes {self.seconds:.3g} s;"
+
+    def _verdict(self) -> str:
+        limit = self.settings.limit
+        if limit is None:
+            return ""
+        if self.fits:
+            return f" It fits in {human_bytes(limit)}."
+        stage = max(range(len(self.stages)), key=lambda k: self.stages[k].memory.total)
+        return f" It does not fit: stage {stage} holds more than {human_bytes(limit)}."
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """Layouts that are compared.
+
+    Args:
+        all: First those that fit, the fastest first; then the others, by what they hold.
+    """
+
+    all: tuple[Plan, ...]
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan]) -> Plans:
+        """Put them in order. Of two that are as fast the one that holds less comes first."""
+
+        def rank(plan: Plan) -> tuple[float, ...]:
+            speed = plan.operations_per_batch
+            return (0, speed, plan.most) if plan.fits else (1, plan.most, speed)
+
+        return cls(tuple(sorted(plans, key=rank)))
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest of those that fit; None: none fits."""
+        return self.all[0] if self.all[0].fits else None
+
+    def __str__(self) -> str:
+        """A table, a row a layout, the best first."""
+        header = ["Stages", "Replicas", "Virtual", "Micro-batches", "Samples", "Checkpoint"]
+        header += ["Memory", "Bubble", "Time", "Sent", "Fits"]
+        fastest = min(plan.operations_per_batch for plan in self.all)
+        rows = [_layout_row(plan, fastest) for plan in self.all[:_LAYOUTS]]
+        left = len(self.all) - len(rows)
+        limit, fitting = self.all[0].settings.limit, sum(plan.fits for plan in self.all)
+        found = f"{fitting} of {len(self.all)} layouts fit in {human_bytes(limit or 0)} a device"
+        return "\n".join(
+            [
+                *table_lines(header, rows),
+                *([f"… and {left} more"] if left else []),
+                *([f"{found}."] if limit is not None else []),
+                "Memory: of the stage that holds the most. Time: of a step, by the mini-batches"
+                " that the replicas read in it, by counted operations, without messages.",
+                *_notes(self.all),
+            ]
+        )
+
+
+def _stage_row(number: int, stage: PlannedStage) -> list[str]:
+    m = stage.memory
+    state = "?" if m.optimizer is None else human_bytes(m.optimizer)
+    between = m.inputs + m.messages + m.ends
+    parts = (m.weights, m.gradients, state, between, m.activations, m.total)
+    return [
+        str(number),
+        ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in stage.layers),
+        human(stage.parameters),
+        *(part if isinstance(part, str) else human_bytes(part) for part in parts),
+        f"{stage.share:.1%}",
+    ]
+
+
+def _layout_row(plan: Plan, fastest: float) -> list[str]:
+    s, time = plan.settings, f"{plan.operations_per_batch / fastest:.2f} x"
+    if plan.seconds is not None:
+        time = f"{plan.seconds / plan.replicas:.3g} s"
+    return [
+        str(s.stages),
+        str(plan.replicas),
+        str(s.virtual_stages),
+        str(plan.micro_batches),
+        "?" if plan.samples is None else str(plan.samples),
+        str(s.checkpoint),
+        human_bytes(plan.most),
+        f"{plan.bubble:.1%}",
+        time,
+        human_bytes(plan.sent),
+        "yes" if plan.fits else "no",
+    ]
+
+
+def _notes(plans: Sequence[Plan]) -> list[str]:
+    """What isn't counted."""
+    notes = ["Not counted: what the step computes outside the backbone"]
+    if plans[0].outside and any(plan.settings.step == "micro-batch" for plan in plans):
+        notes[0] += (
+            f"; with step=micro-batch the {human_bytes(plans[0].outside)} of weights there, on the"
+            " first or the last stage, with their gradients and optimizer state"
+        )
+    if any(stage.memory.optimizer is None for stage in plans[0].stages):
+        notes[0] += "; the optimizer's state, which isn't known"
+    return [f"{notes[0]}."]

@@ -1,0 +1,312 @@
+"""Plans tell what runs will find, and leave no trace."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy, cli
+from lightning_gpipe.model.run_layer import run_layer
+from lightning_gpipe.plan import cost, memory
+from lightning_gpipe.plan.planner import Choices, Planner
+from lightning_gpipe.plan.plans import Plan, Plans
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.simulate import simulate
+from tests import expected_memory
+from tests.ranks import run_ranks
+from tests.training import train
+
+
+def plans(module: Any = None, strategy: GPipeStrategy | None = None, **options: Any) -> Plans:
+    module = expected_memory.Transformer() if module is None else module
+    batch = next(iter(module.train_dataloader()))
+    return (strategy or GPipeStrategy()).plan(module, batch, **{"devices": 2, **options})
+
+
+def one(**options: Any) -> Plan:
+    """The only layout that is compared."""
+    options = {"stages": 2, "chunks": 4, "virtual_stages": 1, "checkpoint": "always", **options}
+    listed = ("stages", "chunks", "virtual_stages", "checkpoint")
+    given = {name: [value] if name in listed else value for name, value in options.items()}
+    (plan,) = plans(**given).all
+    return plan
+
+
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("Transformer", {"checkpoint": "except_last", "step": "mini-batch"}),
+    ("ConvNet", {"checkpoint": 2, "step": "micro-batch", "schedule": "1f1b"}),
+    ("Transformer", {"checkpoint": "never", "step": "micro-batch", "virtual_stages": 2}),
+]
+
+
+def found_in_runs() -> list[Any]:
+    found = []
+    for name, options in LAYOUTS:
+        strategy = GPipeStrategy(4, stages=2, **options)
+
+        class Watch(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                self.expected = trainer.strategy._run.pipeline._state.memory
+
+        module, watch = expected_memory.MODELS[name](), Watch()
+        train(module, max_epochs=1, devices=2, strategy=strategy, callbacks=[watch])
+        assert strategy.partition is not None
+        found.append((strategy.partition.sizes, watch.expected.most))
+    return found
+
+
+def test_a_plan_is_what_a_run_finds() -> None:
+    (found, _) = run_ranks(found_in_runs, 2)
+    for (name, options), (sizes, memories) in zip(LAYOUTS, found, strict=True):
+        strategy = GPipeStrategy(4, stages=2, **options)
+        checkpoint = [options["checkpoint"]]
+        module = expected_memory.MODELS[name]()
+        virtual = [options.get("virtual_stages", 1)]
+        given = {"checkpoint": checkpoint, "virtual_stages": virtual, "device": "cpu"}
+        (plan,) = plans(module, strategy, **given).all
+        assert tuple(stage.memory for stage in plan.stages) == memories, name
+        parts = sorted((part for stage in plan.stages for part in stage.layers), key=min)
+        assert tuple(map(len, parts)) == sizes
+
+
+def test_a_module_is_left_as_it_was() -> None:
+    for name in ("ConvNet", "GPT-2"):
+        module = expected_memory.MODELS[name]()
+        before = {key: (id(t), t.clone()) for key, t in module.state_dict(keep_vars=True).items()}
+        kinds = [type(part) for part in module.modules()]
+        attributes = [dict(vars(part)) for part in module.modules()]
+        batch = next(iter(module.train_dataloader()))
+        state = torch.get_rng_state()
+        GPipeStrategy().plan(module, batch, devices=2)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [type(part) for part in module.modules()] == kinds
+        assert [dict(vars(part)) for part in module.modules()] == attributes
+        for key, t in module.state_dict(keep_vars=True).items():
+            assert id(t) == before[key][0]
+            assert torch.equal(t, before[key][1])
+            assert t.grad is None
+
+
+def test_more_stages_hold_fewer_weights_and_less_recompute_holds_more() -> None:
+    by_stages = [one(stages=k, devices=4) for k in (1, 2, 4)]
+    weights = [max(stage.memory.weights for stage in plan.stages) for plan in by_stages]
+    assert weights == sorted(set(weights), reverse=True)
+    assert [plan.replicas for plan in by_stages] == [4, 2, 1]
+    modes = [one(checkpoint=mode) for mode in ("always", "except_last", "never")]
+    held = [max(stage.memory.activations for stage in plan.stages) for plan in modes]
+    assert held == sorted(held)
+    assert held[0] < held[-1] / 2
+    times = [plan.operations for plan in modes]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_step_takes_what_the_simulator_says() -> None:
+    """Of four layers on two stages; the input of the first wants no gradient."""
+    module = nn.Sequential(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))))
+    settings = Settings(4, 2, None, "flops", "always", True)
+    layers, x = [*module[0]], torch.ones(16, 8)
+    planner = Planner(module, "0", layers, run_layer, x, None, torch.device("cpu"), rate=1e6)
+    plan = planner.plan(settings)
+    product, out = 2 * 4 * 8 * 8, 4 * 8
+    forward = [2 * (product + out)] * 2
+    backward = [3 * product + 2 * out, 4 * product + 2 * out]
+    simulated = simulate(fill_drain((0, 1), 4, "always"), Costs.of(forward, backward))
+    assert plan.operations == pytest.approx(simulated.length)
+    assert plan.bubble == pytest.approx(simulated.bubble)
+    assert plan.seconds == pytest.approx(simulated.length / 1e6)
+    assert plan.sent == 16 * 8 * 4 * 2  # the boundary and its gradient
+    assert plan.stages[0].memory.optimizer is None
+    assert "the optimizer's state, which isn't known" in str(plan)
+
+
+def test_the_best_comes_first_and_what_does_not_fit_last() -> None:
+    found = plans(devices=4, memory="6MB", chunks=[4, 8])
+    fitting = [plan.fits for plan in found.all]
+    assert fitting == sorted(fitting, reverse=True)
+    assert 0 < sum(fitting) < len(fitting)
+    assert found.best is found.all[0]
+    speeds = [plan.operations_per_batch for plan in found.all if plan.fits]
+    assert speeds == sorted(speeds)
+    limit = 6 * 10**6
+    assert all((plan.most <= limit) == plan.fits for plan in found.all)
+    nothing = plans(memory="10kB")
+    assert nothing.best is None
+    assert "0 of" in str(nothing)
+    assert "It does not fit: stage" in str(nothing.all[0])
+
+
+class Unbuilt(L.LightningModule):
+    """Builds its layers in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Sequential | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch).sum()  # type: ignore[misc]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        }
+
+
+def test_an_unbuilt_module_stays_unbuilt() -> None:
+    module = Unbuilt()
+    found = GPipeStrategy(2).plan(module, torch.empty(4, 8, device="meta"), devices=2)
+    assert module.net is None
+    assert not [*module.parameters()]
+    assert found.all[0].stages[0].memory.optimizer
+
+
+class Reads(L.LightningModule):
+    """Its step reads a value before the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch * batch.max().item()).sum()
+
+
+def test_a_step_that_needs_values_is_told_what_to_do() -> None:
+    x = torch.ones(4, 8)
+    with pytest.raises(ValueError, match=r"can't run up to the backbone 'net'.*input=") as caught:
+        GPipeStrategy().plan(Reads(), x, devices=2)
+    assert "values" in str(caught.value)
+    assert GPipeStrategy().plan(Reads(), input=x, devices=2).best is not None
+    with pytest.raises(ValueError, match="no example_input_array: give a batch"):
+        GPipeStrategy().plan(Reads(), devices=2)
+    with pytest.raises(ValueError, match=r"Nothing can be planned: .* has 2 layers, fewer than 4"):
+        GPipeStrategy().plan(Reads(), input=x, devices=4, stages=[4])
+    with pytest.raises(ValueError, match=r"no number of stages in \[3\] divides 4 devices"):
+        GPipeStrategy(stages=3).plan(Reads(), input=x, devices=4)
+
+
+def made() -> tuple[L.LightningModule, Any]:
+    module = expected_memory.Transformer()
+    return module, next(iter(module.train_dataloader()))
+
+
+def nothing() -> int:
+    return 3
+
+
+def test_the_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--devices", "2", "--chunks", "4,8", "--checkpoint", "always,2"]
+    cli.main(["plan", f"{__name__}:made", *options, "--memory", "16GB"])
+    said = capsys.readouterr().out
+    assert "Stages | Replicas | Virtual" in said
+    assert "layouts fit in 16.0 GB a device" in said
+    assert "8 layers of 'backbone' on" in said
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", f"{__name__}:made", *options, "--memory", "10kB"])
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("made", "names no function"),
+        ("tests.nowhere:made", "can't be imported"),
+        (f"{__name__}:unmade", "can't be imported"),
+        (f"{__name__}:nothing", "returned a int"),
+    ],
+)
+def test_the_command_says_what_is_wrong(factory: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["plan", factory, "--devices", "2"])
+
+
+class Pair(nn.Module):
+    """Hands a tensor through."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(8, 8), factor
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = value
+        return self.linear(x) * mask * self.factor, mask
+
+
+def layers_of_all_kinds() -> dict[str, tuple[list[nn.Module], Any]]:
+    shared = nn.Linear(8, 8)
+    kinds = [lambda: nn.Linear(8, 8), lambda: nn.ReLU(True), nn.Flatten, nn.Identity, nn.Tanh]
+    return {
+        "Transformer": ([*expected_memory.Transformer().backbone], torch.randn(4, 32, 64)),
+        "ConvNet": ([*expected_memory.ConvNet().backbone], torch.randn(4, 3, 24, 24)),
+        "in place": ([kind() for _ in range(4) for kind in kinds], torch.randn(4, 8)),
+        "tuples": ([Pair(1.0) for _ in range(4)], (torch.randn(4, 8), torch.randn(4, 8))),
+        "shared": ([shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(8, 8)], torch.randn(4, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", layers_of_all_kinds())
+def test_one_layer_speaks_for_those_that_do_the_same(name: str) -> None:
+    layers, x = layers_of_all_kinds()[name]
+
+    def look() -> Any:
+        return memory.layer_memories(layers, run_layer, x), cost.layer_flops(layers, run_layer, x)
+
+    at_once = look()
+    with (
+        patch.object(memory, "signature", lambda *_: None),
+        patch.object(cost, "signature", lambda *_: None),
+    ):
+        assert look() == at_once
+
+
+class Repeats(nn.Module):
+    """Does as much as a number says that no other layer has to share."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.linear = times, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(x)
+        return x
+
+
+def test_layers_with_other_attributes_do_something_else() -> None:
+    first, second, third = cost.layer_flops(
+        [Repeats(1), Repeats(2), Repeats(1)], run_layer, torch.ones(4, 8, requires_grad=True)
+    )
+    assert first == third
+    assert second.forward > 1.5 * first.forward
+
+
+def test_the_largest_model_of_the_paper_is_planned_in_seconds() -> None:
+    begin = time.perf_counter()
+    with torch.device("meta"):
+        blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(2048, 32, 8192, batch_first=True) for _ in range(1663))
+        )
+        model = nn.ModuleDict({"in": nn.Embedding(32000, 2048), "blocks": blocks})
+        model["out"] = nn.Linear(2048, 32000, bias=False)
+    assert sum(p.numel() for p in model.parameters()) == 83_876_878_336
+    x = torch.empty(32, 1024, 2048, device="meta", requires_grad=True)
+    optimizers = [torch.optim.SGD(blocks.parameters(), lr=0.1)]
+    planner = Planner(model, "blocks", [*blocks], run_layer, x, optimizers, torch.device("cpu"))
+    settings = Settings("auto", "auto", None, "flops", "always", True, memory_limit="16GB")
+    (plan,) = planner.compare(Choices([128], [32], [1], ["always"]), settings, 128, print).all
+    assert time.perf_counter() - begin < 30
+    assert sum(stage.parameters for stage in plan.stages) == 83_876_878_336 - 2 * 32000 * 2048
+    assert plan.stages[0].memory.weights > 13 * 50_358_272 * 4
