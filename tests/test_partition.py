@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.plan.balance import decide_partition
+from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.cut import LimitTooLow, cut
 from lightning_gpipe.plan.report import expected_bubble, human
 from lightning_gpipe.plan.settings import Settings
@@ -102,7 +102,7 @@ def test_the_layer_that_alone_is_above_the_limit_is_named() -> None:
 def test_virtual_stages_share_a_limit() -> None:
     layers = [nn.Linear(1, 1) for _ in range(8)]
     settings = Settings(4, 2, None, "params", "never", deferred_batch_norm=True, virtual_stages=2)
-    share_out = partial(decide_partition, layers, run_layer, 2, settings, None, list, print)
+    share_out = partial(Balancing(layers, run_layer, None, list, print).partition, 2, settings)
     memories = [1, 1, 1, 1, 1, 1, 1, 5]
     assert share_out(memories, 11).sizes == (3, 2, 2, 1)
     assert share_out(memories, 12).sizes == (2, 2, 2, 2)

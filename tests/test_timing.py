@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.plan.balance import decide_partition
+from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.plan.timing import UntimableLayer, time_costs
+from lightning_gpipe.plan.timing import UntimableLayer, layer_times, time_costs
 from tests import models
 from tests.benchmarks.workloads import SleepingLayer
 from tests.models import WIDTH
@@ -83,8 +84,9 @@ class Layer(nn.Module):
 
 def costs(layers: list[nn.Module], sample: Any = None, chunks: int = 1, **options: Any) -> Any:
     sample = torch.ones(10, WIDTH) if sample is None else sample
-    options = {"trains": True, "training": False, "recomputes": False, **options}
-    return time_costs(layers, run_layer, sample, chunks, CPU, **options)
+    recomputes = options.pop("recomputes", False)
+    options = {"trains": True, "training": False, **options}
+    return time_costs(layer_times(layers, run_layer, sample, chunks, CPU, **options), recomputes)
 
 
 def test_forward_recompute_and_backward_count(clock: None) -> None:
@@ -246,9 +248,11 @@ def test_layers_that_cannot_be_measured_are_balanced_by_operations(kind: Any) ->
     layers, warnings = [kind(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))], []
     settings = Settings(2, 2, None, "time", "never", deferred_batch_norm=True)
     sample = torch.ones(4, WIDTH)
-    partition = decide_partition(
-        layers, run_layer, 2, settings, sample, lambda: costs(layers, sample), warnings.append
+    measure = partial(
+        layer_times, layers, run_layer, sample, 1, CPU, trains=True, training=False
     )
+    balancing = Balancing(layers, run_layer, sample, measure, warnings.append)
+    partition = balancing.partition(2, settings)
     assert (partition.sizes, partition.unit) == ((2, 2), "flops")
     (text,) = warnings
     assert f"can't be timed, because {type(layers[0]).__name__} can't run by itself" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,12 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline.pipeline import Surroundings
-from lightning_gpipe.plan.balance import decide_partition
-from lightning_gpipe.plan.chunks import decide_chunks, micro_batches
-from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory, partition_within
-from lightning_gpipe.plan.timing import time_costs
+from lightning_gpipe.plan.balance import Balancing
+from lightning_gpipe.plan.chunks import decide_chunks, more_chunks
+from lightning_gpipe.plan.fitting import Fitted, Fitting, check_limit, usable_memory
+from lightning_gpipe.plan.model_memory import ModelMemory, human_bytes
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.timing import LayerTime, layer_times
 
 
 def decide(
@@ -25,8 +28,8 @@ def decide(
     sample: Any,
     context: ForwardContext,
     held: Partition | None = None,
-) -> tuple[Partition, int, ExpectedMemory | None]:
-    """Choose the layers of each stage, and M; tell what each stage will hold. Local.
+) -> Fitted:
+    """Choose the layers of each stage, M, and what is re-materialized. Local.
 
     Args:
         module: The user's module.
@@ -43,44 +46,58 @@ def decide(
     settings, groups, run_layer = around.settings, around.groups, context.run_layer
     chunks = decide_chunks(around.chunks, settings, body, sample, around.warn)
     if held is not None:
-        return held, chunks, None
+        return Fitted(held, chunks, settings.recomputing, None)
+    is_known = sample is not None and around.is_fitting
     # a validation may come first
     is_validation = around.is_fitting and not module.training
 
-    def measure() -> list[float]:
+    def measure() -> list[LayerTime]:
         with context.restored():
-            return time_costs(
+            return layer_times(
                 *(layers, run_layer, sample, chunks, groups.device),
                 trains=around.is_fitting,
                 training=is_validation,
-                recomputes=settings.recomputes,
             )
 
-    memory = None
-    if sample is not None and around.is_fitting:
+    def memory_of(chunks: int) -> ModelMemory | None:
+        if not is_known:
+            return None
         # without gradients the input doesn't tell whether it wants one
         is_detached = is_validation or settings.step == "micro-batch"
         try:
             with context.restored():
-                memory = ModelMemory.of(
+                return ModelMemory.of(
                     *(module, body, layers, run_layer, sample, chunks, around.optimizers()),
                     *(groups.device, is_detached),
                 )
         except UntraceableLayer as error:
-            if settings.balance == "memory" or settings.limit is not None:
+            if _depends_on_memory(settings):
                 around.warn(
-                    "What stages will hold isn't known, so layers are shared out neither by memory"
-                    f" nor within memory_limit, because {error}."
+                    "What stages will hold isn't known, so nothing is chosen by memory, and"
+                    f" memory_limit isn't kept, because {error}."
                 )
-    partition, expected = partition_within(
-        lambda memories, limit: decide_partition(
-            *(layers, run_layer, groups.stages, settings, sample, measure, around.warn),
-            *(memories, limit),
-        ),
-        memory,
-        settings,
-        groups.stages,
-        micro_batches(chunks, sample),
-        groups.replicas,
-    )
-    return partition, chunks, expected
+            return None
+
+    within, choices = settings, [chunks]
+    if settings.limit is None and "auto" in (settings.chunks, settings.checkpoint):
+        within = replace(settings, memory_limit=usable_memory(groups.device))
+    if settings.chunks == "auto" and within.limit is not None and is_known:
+        choices = more_chunks(chunks, body, sample)
+    balancing = Balancing(layers, run_layer, sample, measure, around.warn)
+    fitting = Fitting(balancing, memory_of, sample, groups.stages, groups.replicas)
+    fitted = fitting.fit(within, choices)
+    if fitted.memory is not None and within.limit is not None and not fitted.fits(within.limit):
+        if settings.limit is not None:
+            check_limit(fitted.memory.most, settings.limit)
+        around.warn(
+            f"A stage is expected to hold {human_bytes(fitted.memory.highest)}, and"
+            f" {human_bytes(within.limit)} of the memory of {groups.device} can be filled, though"
+            " micro-batches are as small, and as many of them are re-materialized, as may be: use"
+            " more stages."
+        )
+    return fitted
+
+
+def _depends_on_memory(settings: Settings) -> bool:
+    by_memory = settings.balance == "memory" or settings.checkpoint == "auto"
+    return by_memory or settings.limit is not None

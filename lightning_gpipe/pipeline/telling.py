@@ -38,7 +38,6 @@ class Told:
         self,
         around: Surroundings,
         partition: Partition,
-        chunks: int,
         sample: Any,
         memory: ExpectedMemory | None,
     ) -> None:
@@ -47,11 +46,10 @@ class Told:
         Args:
             around: Groups, settings and so on.
             partition: Which layers each stage has.
-            chunks: M.
             sample: The backbone's input; None: not known.
             memory: What each stage is expected to hold; None: not known.
         """
-        groups = around.groups
+        groups, chunks = around.groups, around.chunks
         outside = outside_share(self.module, self.body)
         table = partial(
             partition_table,

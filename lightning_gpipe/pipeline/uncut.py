@@ -190,15 +190,18 @@ class Uncut:
             around, groups = self.surroundings, self.surroundings.groups
             for layer in self.layers:
                 self.redirections.remove(layer)
-            partition, chunks, memory = groups.decide(
+            fitted = groups.decide(
                 "partition",
                 lambda: decide(
                     self.module, self.body, self.layers, around, sample, context, self.held
                 ),
             )
+            partition = fitted.partition
+            settings = replace(around.settings, checkpoint=fitted.checkpoint)
+            around = replace(around, settings=settings, chunks=fitted.chunks)
             is_list = isinstance(self.body, nn.ModuleList) or is_loop(context.run_layer)
             whole = Told(self.module, self.body, self.backbone, self.layers, is_list)
-            whole.tell(around, partition, chunks, sample, memory)
+            whole.tell(around, partition, sample, fitted.memory)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)
             tensors = StageTensors(placement, groups.pipeline, groups.device)
             self.building.build_own(placement, groups.device)
@@ -213,8 +216,8 @@ class Uncut:
             for layer in self.layers:
                 if layer not in here:
                     self.redirections.add(layer, not_alone)
-            pipeline = self._assembled(replace(around, chunks=chunks), partition, tensors, own)
-            return replace(pipeline, memory=memory)
+            pipeline = self._assembled(around, partition, tensors, own)
+            return replace(pipeline, memory=fitted.memory)
 
     def _assembled(
         self,
@@ -247,7 +250,7 @@ class Uncut:
             )
             begin_to_watch(steps, placement, groups)
             measuring = Measuring(rank, schedules, groups)
-        engine = WholeBatch(rank, around.chunks, settings.checkpoint, self.seed, known)
+        engine = WholeBatch(rank, around.chunks, settings.recomputing, self.seed, known)
         is_told = (
             *(steps is not None, groups.stages == 1),
             outside_share(self.module, self.body) > OUTSIDE_LIMIT,

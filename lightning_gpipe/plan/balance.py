@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -10,121 +11,153 @@ from torch import nn
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.cost import flop_costs, function_costs, module_flops, parameter_costs
+from lightning_gpipe.plan.cost import (
+    LayerFlops,
+    flop_costs,
+    function_costs,
+    layer_flops,
+    module_flops,
+    parameter_costs,
+)
 from lightning_gpipe.plan.cut import LimitTooLow, cut
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.plan.timing import UntimableLayer
+from lightning_gpipe.plan.timing import LayerTime, UntimableLayer, time_costs
 
 
-def decide_partition(
-    layers: Sequence[nn.Module],
-    run_layer: RunLayer,
-    stages: int,
-    settings: Settings,
-    sample: Any,
-    measure: Callable[[], list[float]],
-    warn: Callable[[str], object],
-    memories: Sequence[float] | None = None,
-    limit: float | None = None,
-) -> Partition:
-    """Share the layers out between the stages.
+@dataclass(slots=True)
+class Balancing:
+    """Shares the layers of a backbone out between stages, as often as it takes.
 
-    With V virtual stages every one of them keeps within 1/V of the limit, so that the V of a stage
-    keep within it together.
+    What the layers cost is looked at once, but for ``balance="memory"``.
 
     Args:
         layers: The backbone's.
         run_layer: Runs one of them.
-        stages: K.
-        settings: What the user chose.
         sample: The backbone's input, if ``settings.needs_input``.
-        measure: Measures what each layer takes; see :func:`lightning_gpipe.plan.timing.time_costs`.
+        measure: Measures what each layer takes.
         warn: Called with a text if the layers can't be balanced as the user chose.
-        memories: Bytes of each layer.
-        limit: The most bytes that a stage's layers may hold together. An explicit list of layers
-            is taken as it is.
-
-    Raises:
-        ValueError: If the user's cost function returns no finite number from 0, or no cut keeps
-            every stage within the limit.
-        UntraceableLayer: If the user's cost function needs the input of a layer that can't run
-            without data.
     """
-    costs, unit = layer_costs(layers, run_layer, settings, sample, measure, warn, memories)
-    return share_out(costs, unit, stages, settings, memories, limit)
 
+    layers: Sequence[nn.Module]
+    run_layer: RunLayer
+    sample: Any
+    measure: Callable[[], Sequence[LayerTime]]
+    warn: Callable[[str], object]
+    _times: Sequence[LayerTime] | None = None
+    _flops: Sequence[LayerFlops] | None = None
+    _known: dict[bool, tuple[list[float], str]] = field(default_factory=dict)
 
-def layer_costs(
-    layers: Sequence[nn.Module],
-    run_layer: RunLayer,
-    settings: Settings,
-    sample: Any,
-    measure: Callable[[], list[float]],
-    warn: Callable[[str], object],
-    memories: Sequence[float] | None = None,
-) -> tuple[list[float], str]:
-    """What each layer costs, and in which unit; see :func:`decide_partition`."""
-    balance = settings.balance
-    costs, unit = parameter_costs(layers), "params"
-    if balance == "time":
+    def partition(
+        self,
+        stages: int,
+        settings: Settings,
+        memories: Sequence[float] | None = None,
+        limit: float | None = None,
+    ) -> Partition:
+        """Share the layers out.
+
+        With V virtual stages every one of them keeps within 1/V of the limit, so that the V of a
+        stage keep within it together.
+
+        Args:
+            stages: K.
+            settings: What the user chose.
+            memories: Bytes of each layer.
+            limit: The most bytes that a stage's layers may hold together. An explicit list of
+                layers is taken as it is.
+
+        Raises:
+            ValueError: If the user's cost function returns no finite number from 0, or no cut
+                keeps every stage within the limit.
+            UntraceableLayer: If the user's cost function needs the input of a layer that can't run
+                without data.
+        """
+        virtual, (costs, unit) = settings.virtual_stages, self._costs(settings, memories)
+        if settings.sizes is not None:
+            return Partition(settings.sizes, tuple(costs), unit, virtual)
         try:
-            costs, unit = measure(), "time"
-        except UntimableLayer as error:
-            balance = "flops"
-            warn(
-                f"Layers are balanced by operations: they can't be timed, because {error}. Choose"
-                " balance='flops' or a list of layers per stage to silence this."
-            )
-    if balance == "flops":
-        try:
-            costs, unit = flop_costs(layers, run_layer, sample, settings.recomputes), "flops"
-        except UntraceableLayer as error:
-            warn(
-                "Layers are balanced by parameters: their operations can't be counted, because"
-                f" {error}. Choose balance='params' or a list of layers per stage to silence this."
-            )
-    elif balance == "memory" and memories is not None:
-        costs, unit = list(memories), "memory"
-    elif callable(balance):
-        costs, unit = function_costs(layers, run_layer, sample, balance), "cost"
-    return costs, unit
+            each = None if limit is None else limit // virtual
+            sizes = cut(costs, stages * virtual, memories, each)
+        except LimitTooLow as error:
+            if virtual == 1:
+                raise
+            raise ValueError(
+                f"{error} These are virtual stages, {virtual} of each stage, and each may hold"
+                f" 1/{virtual} of its limit: {virtual * error.least:,} bytes would do for a stage."
+            ) from error
+        return Partition(sizes, tuple(costs), unit, virtual)
 
+    def picked(self, order: Sequence[int]) -> Balancing:
+        """What shares out a choice of these layers, some several times; they cost the same.
 
-def share_out(
-    costs: Sequence[float],
-    unit: str,
-    stages: int,
-    settings: Settings,
-    memories: Sequence[float] | None = None,
-    limit: float | None = None,
-) -> Partition:
-    """Share layers out by what they cost, or as the user lists them; see :func:`decide_partition`.
+        Args:
+            order: Their places, one after another. What they cost must have been looked at.
+        """
+        return replace(
+            self,
+            layers=[self.layers[i] for i in order],
+            _times=None if self._times is None else [self._times[i] for i in order],
+            _flops=None if self._flops is None else [self._flops[i] for i in order],
+            _known={
+                recomputes: ([costs[i] for i in order], unit)
+                for recomputes, (costs, unit) in self._known.items()
+            },
+        )
 
-    Args:
-        costs: Cost of each layer.
-        unit: What the costs are.
-        stages: See there, and so the rest.
-        settings: See there.
-        memories: See there.
-        limit: See there.
+    def times(self) -> Sequence[LayerTime]:
+        """What each layer takes.
 
-    Raises:
-        ValueError: If no cut keeps every stage within the limit.
-    """
-    virtual = settings.virtual_stages
-    if settings.sizes is not None:
-        return Partition(settings.sizes, tuple(costs), unit, virtual)
-    try:
-        each = None if limit is None else limit // virtual
-        sizes = cut(costs, stages * virtual, memories, each)
-    except LimitTooLow as error:
-        if virtual == 1:
-            raise
-        raise ValueError(
-            f"{error} These are virtual stages, {virtual} of each stage, and each may hold"
-            f" 1/{virtual} of its limit: {virtual * error.least:,} bytes would do for a stage."
-        ) from error
-    return Partition(sizes, tuple(costs), unit, virtual)
+        Raises:
+            UntimableLayer: If a layer can't run by itself, in a copy.
+        """
+        if self._times is None:
+            self._times = self.measure()
+        return self._times
+
+    def flops(self) -> Sequence[LayerFlops]:
+        """The operations of each layer.
+
+        Raises:
+            UntraceableLayer: If a layer needs the values of its input.
+        """
+        if self._flops is None:
+            self._flops = layer_flops(self.layers, self.run_layer, self.sample)
+        return self._flops
+
+    def _costs(
+        self, settings: Settings, memories: Sequence[float] | None
+    ) -> tuple[list[float], str]:
+        """What each layer costs, and in which unit."""
+        if settings.balance == "memory" and memories is not None:
+            return list(memories), "memory"
+        if settings.recomputes not in self._known:
+            self._known[settings.recomputes] = self._looked_at(settings)
+        return self._known[settings.recomputes]
+
+    def _looked_at(self, settings: Settings) -> tuple[list[float], str]:
+        balance = None if settings.sizes is not None else settings.balance
+        if balance == "time":
+            try:
+                return time_costs(self.times(), settings.recomputes), "time"
+            except UntimableLayer as error:
+                balance = "flops"
+                self.warn(
+                    "Layers are balanced by operations: they can't be timed, because"
+                    f" {error}. Choose balance='flops' or a list of layers per stage to silence"
+                    " this."
+                )
+        if balance == "flops":
+            try:
+                return flop_costs(self.flops(), settings.recomputes), "flops"
+            except UntraceableLayer as error:
+                self.warn(
+                    "Layers are balanced by parameters: their operations can't be counted, because"
+                    f" {error}. Choose balance='params' or a list of layers per stage to silence"
+                    " this."
+                )
+        elif callable(balance):
+            return function_costs(self.layers, self.run_layer, self.sample, balance), "cost"
+        return parameter_costs(self.layers), "params"
 
 
 def check_layers(layers: int, stages: int, settings: Settings, backbone: str) -> None:

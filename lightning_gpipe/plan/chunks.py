@@ -39,9 +39,7 @@ def decide_chunks(
     samples = max(1, tree.leaves[first].shape[0])
     norms = [m for m in body.modules() if isinstance(m, _BatchNorm)]
     if settings.chunks == "auto":
-        chunks = min(chunks, samples)
-        if norms:  # in evaluation, too, so that a validation runs as the training
-            chunks = min(chunks, max(1, samples // FEW_SAMPLES))
+        chunks = min(chunks, _most(samples, body))
     in_each = samples // min(chunks, samples)
     if any(m.training for m in norms) and in_each < min(FEW_SAMPLES, samples):
         warn(
@@ -50,6 +48,31 @@ def decide_chunks(
             f" chunks={max(1, samples // FEW_SAMPLES)} or a larger batch, or chunks='auto'."
         )
     return chunks
+
+
+def more_chunks(chunks: int, body: nn.Module, sample: Any) -> list[int]:
+    """Which M there are from a given one on, each twice the one before, for smaller micro-batches.
+
+    Args:
+        chunks: The smallest.
+        body: The backbone.
+        sample: Its input.
+
+    Returns:
+        No more than ``"auto"`` may choose; see :func:`decide_chunks`.
+    """
+    tree = Tree.of(sample, "The backbone's input")
+    first = batch_leaf(tree)
+    found, most = [chunks], 0 if first is None else _most(tree.leaves[first].shape[0], body)
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return found
+
+
+def _most(samples: int, body: nn.Module) -> int:
+    """The largest M that leaves batch norm enough samples, in evaluation, too."""
+    has_norms = any(isinstance(module, _BatchNorm) for module in body.modules())
+    return max(1, samples // FEW_SAMPLES if has_norms else samples)
 
 
 def micro_batches(chunks: int, sample: Any) -> int:

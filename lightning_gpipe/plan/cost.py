@@ -46,21 +46,13 @@ class LayerFlops:
     recompute: float
 
 
-def flop_costs(
-    layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any, recomputes: bool
-) -> list[float]:
-    """Floating-point operations of each layer in a training step: forward, recompute, backward.
+def flop_costs(flops: Sequence[LayerFlops], recomputes: bool) -> list[float]:
+    """Operations of each layer in a training step: forward, recompute, backward.
 
     Args:
-        layers: See :func:`layer_flops`, and so the next two.
-        run_layer: See there.
-        sample: See there.
+        flops: Of the layers.
         recomputes: Whether activations are re-materialized.
-
-    Raises:
-        UntraceableLayer: If a layer needs the values of its input.
     """
-    flops = layer_flops(layers, run_layer, sample)
     return [f.forward + (f.backward + (f.recompute if recomputes else 0.0)) for f in flops]
 
 

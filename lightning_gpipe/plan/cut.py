@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -110,34 +110,45 @@ def _starts_within(memories: Sequence[float], limit: float, stages: int, layers:
 
 
 def _bottleneck(prefix: Sequence[float], stages: int, starts: Sequence[int]) -> float:
-    """Smallest possible cost of the most expensive stage, by dynamic programming.
+    """Smallest possible cost of the most expensive stage.
 
     Args:
         prefix: Costs of the first i layers.
         stages: K.
-        starts: For each i the first layer with which a stage may begin that ends with the i-th.
+        starts: For each i the first layer with which a stage may begin that ends with the i-th;
+            grows with i.
 
     Returns:
         Infinity where there is no cut.
     """
-    layers = len(prefix) - 1
-    # one stage over the first i layers
-    best = [cost if start == 0 else _INFINITE for cost, start in zip(prefix, starts, strict=True)]
-    for k in range(2, stages + 1):
-        following = [_INFINITE] * (layers + 1)
-        for i in range(k, layers + 1):
-            first = max(k - 1, starts[i])
-            # best grows and prefix[i] - prefix[j] falls with j: the optimum is where they cross
-            crossing = first + bisect_left(
-                range(first, i - 1), True, key=lambda j: best[j] >= prefix[i] - prefix[j]
-            )
-            following[i] = min(
-                max(best[j], prefix[i] - prefix[j])
-                for j in (crossing - 1, crossing)
-                if first <= j <= i - 1
-            )
-        best = following
-    return best[layers]
+    low, high = 0.0, _fill(prefix, stages, starts, prefix[-1])[0]
+    while low < high < _INFINITE:
+        middle = (low + high) / 2
+        found, following = _fill(prefix, stages, starts, middle if middle < high else low)
+        if found < _INFINITE:
+            high = found
+        else:
+            low = following
+    return high
+
+
+def _fill(
+    prefix: Sequence[float], stages: int, starts: Sequence[int], limit: float
+) -> tuple[float, float]:
+    """Give each stage as many layers as stay within a limit; fewer stages may be cut further.
+
+    Returns:
+        The cost of the most expensive stage, infinity if layers are left; and the smallest limit
+        with which a stage would get more layers.
+    """
+    start, most, following, layers = 0, 0.0, _INFINITE, len(prefix) - 1
+    for _ in range(stages):
+        before, last = prefix[start], bisect_right(starts, start) - 1  # it may end with the last
+        end = bisect_right(prefix, limit, start, last + 1, key=lambda p: p - before) - 1
+        if end < last:
+            following = min(following, prefix[end + 1] - before)
+        most, start = max(most, prefix[end] - before), end
+    return (most if start == layers else _INFINITE), following
 
 
 def _one_stage_more(

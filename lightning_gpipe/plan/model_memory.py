@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from lightning_gpipe.schedule.checkpoint import recomputed
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.placement import rounds
 
-_TRIES = 8  # cuts that are tried to stay within a limit
+#: What the first and the last stage hold outside the backbone.
+Ends: TypeAlias = tuple[tuple[HeldTensor, ...], tuple[HeldTensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class ExpectedMemory:
         pairs = zip(self.in_step, self.in_first_step, strict=True)
         return tuple(max(pair, key=lambda memory: memory.total) for pair in pairs)
 
+    @property
+    def highest(self) -> int:
+        """Bytes of the stage that holds the most."""
+        return max(memory.total for memory in self.most)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
@@ -58,10 +64,13 @@ class ModelMemory:
     Args:
         layers: What each layer of the backbone holds.
         outside: Parameters and buffers outside the backbone.
+        ends: Those of them that the first and the last stage hold with ``step="micro-batch"``;
+            None: it isn't known before the first step, and they aren't counted.
     """
 
     layers: tuple[LayerMemory, ...]
     outside: tuple[HeldTensor, ...]
+    ends: Ends | None = None
 
     @classmethod
     def of(
@@ -111,9 +120,6 @@ class ModelMemory:
     ) -> tuple[StageMemory, ...]:
         """What each stage will hold; see :func:`stage_memories`.
 
-        With ``step="micro-batch"`` what is outside the backbone is on the stages that need it,
-        which isn't known before the first step: it isn't counted.
-
         Args:
             partition: Which layers each stage has.
             settings: The schedule, and what is re-materialized.
@@ -128,8 +134,15 @@ class ModelMemory:
         is_chained = is_first or partition.count == 1
         schedule = schedules.make(micro_batches, is_chained=is_chained)
         is_whole_batch = settings.step == "mini-batch"
-        outside = self.outside if is_whole_batch else ()
-        return stage_memories(self.layers, partition.sizes, schedule, is_whole_batch, outside)
+        outside = dict.fromkeys(range(partition.count), self.outside if is_whole_batch else ())
+        if not is_whole_batch and self.ends is not None:
+            first, last = self.ends
+            outside[0] = first
+            outside[partition.count - 1] = last if partition.count > 1 else self.outside
+        return stage_memories(
+            *(self.layers, partition.sizes, schedule, is_whole_batch, outside),
+            sharing=replicas if settings.shard_optimizer_state else 1,
+        )
 
     def expected(
         self, partition: Partition, settings: Settings, micro_batches: int, replicas: int = 1
@@ -153,7 +166,7 @@ class ModelMemory:
             stages: K.
             micro_batches: M.
         """
-        kept = micro_batches - recomputed(settings.checkpoint, micro_batches)
+        kept = micro_batches - recomputed(settings.recomputing, micro_batches)
         if settings.step == "micro-batch" and settings.schedule != "fill_drain":
             share = 1.0 if settings.schedule in ("1f1b", "interleaved") else HELD_OF_KEPT
             kept = min(kept, math.ceil(share * stages))
@@ -166,100 +179,6 @@ class ModelMemory:
             held = sum(t.nbytes + t.gradient + t.copy + (t.optimizer or 0) for t in own)
             found.append(float(held + max(kept, 1) * activations))
         return found
-
-
-def partition_within(
-    decide: Callable[[Sequence[float] | None, float | None], Partition],
-    memory: ModelMemory | None,
-    settings: Settings,
-    stages: int,
-    micro_batches: int,
-    replicas: int,
-) -> tuple[Partition, ExpectedMemory | None]:
-    """Share the layers out within the limit of memory, if there is one.
-
-    What a stage holds besides its layers' sum, such as its inputs, isn't known before the cut:
-    where a stage holds too much, the layers' limit is lowered by that, and they are cut anew.
-
-    Args:
-        decide: Shares the layers out, given their memories and a limit of a virtual stage's.
-        memory: What the model holds; None: not known, so nothing is limited.
-        settings: What the user chose.
-        stages: K.
-        micro_batches: M.
-        replicas: D.
-
-    Returns:
-        The partition, and what its stages will hold.
-
-    Raises:
-        ValueError: If no cut was found whose stages stay within the limit, with what to change.
-    """
-    if memory is None:
-        return decide(None, None), None
-    best, expected = partition_near(decide, memory, settings, stages, micro_batches, replicas)
-    if settings.limit is not None:
-        check_limit(expected.most, settings.limit)
-    return best, expected
-
-
-def partition_near(
-    decide: Callable[[Sequence[float] | None, float | None], Partition],
-    memory: ModelMemory,
-    settings: Settings,
-    stages: int,
-    micro_batches: int,
-    replicas: int,
-) -> tuple[Partition, ExpectedMemory]:
-    """As :func:`partition_within`; where no cut is within the limit, the nearest that was found.
-
-    Raises:
-        ValueError: If the layers can't be cut at all.
-    """
-    limit, layers = settings.limit, memory.of_layers(settings, stages, micro_batches)
-    best = decide(layers, None)
-    expected = memory.expected(best, settings, micro_batches, replicas)
-    within = None if limit is None else float(limit)
-    for _ in range(_TRIES):
-        most = _highest(expected)
-        if limit is None or within is None or most <= limit or settings.sizes is not None:
-            break
-        try:
-            partition = decide(layers, within)
-        except ValueError:
-            break
-        found = memory.expected(partition, settings, micro_batches, replicas)
-        if _highest(found) < most:
-            best, expected = partition, found
-        within -= max(_highest(found) - limit, 1)
-    return best, expected
-
-
-def _highest(expected: ExpectedMemory) -> int:
-    """Bytes of the stage that holds the most."""
-    return max(memory.total for memory in expected.most)
-
-
-def check_limit(memories: Sequence[StageMemory], limit: int) -> None:
-    """Check that every stage stays within a limit.
-
-    Args:
-        memories: What each stage will hold.
-        limit: Bytes.
-
-    Raises:
-        ValueError: Naming the stage that holds the most, and what to change.
-    """
-    stage = max(range(len(memories)), key=lambda k: memories[k].total)
-    most = memories[stage]
-    if most.total <= limit:
-        return
-    raise ValueError(
-        f"Stage {stage} is expected to hold {human_bytes(most.total)}, more than"
-        f" memory_limit={human_bytes(limit)}: {human_bytes(most.kept)} of parameters, gradients and"
-        f" optimizer state, {human_bytes(most.of_micro_batches)} of micro-batches. Use more stages"
-        " or smaller micro-batches (more chunks), checkpoint='always', or balance='memory'."
-    )
 
 
 def _differentiable(leaf: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Plans pipelines of a model: what fits, and how fast it will be, told without running it."""
+"""Plans pipelines of a model: what fits, and how fast it will be, told before it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,22 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.balance import check_layers, layer_costs, share_out
-from lightning_gpipe.plan.chunks import decide_chunks, largest_micro_batch, micro_batches
-from lightning_gpipe.plan.cost import LayerFlops, layer_flops
-from lightning_gpipe.plan.memory import micro_batch_of
-from lightning_gpipe.plan.model_memory import ModelMemory, partition_near
-from lightning_gpipe.plan.plans import Plan, PlannedStage, Plans
+from lightning_gpipe.plan.balance import Balancing, check_layers
+from lightning_gpipe.plan.chunks import (
+    decide_chunks,
+    largest_micro_batch,
+    micro_batches,
+    more_chunks,
+)
+from lightning_gpipe.plan.depth import Repeated, deepest
+from lightning_gpipe.plan.fitting import Fitted, Fitting
+from lightning_gpipe.plan.memory import HeldTensor, micro_batch_of
+from lightning_gpipe.plan.model_memory import Ends, ExpectedMemory, ModelMemory
+from lightning_gpipe.plan.plans import Depth, Plan, PlannedStage, Plans
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.plan.timing import UntimableLayer
-from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
+from lightning_gpipe.plan.timing import LayerTime, UntimableLayer
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
@@ -37,13 +43,13 @@ class Choices:
         stages: K.
         chunks: M; None: K, 2 K, 4 K and 8 K.
         virtual_stages: V.
-        checkpoint: What is re-materialized.
+        checkpoint: What is re-materialized; ``"auto"``: as little as fits.
     """
 
     stages: Sequence[int]
     chunks: Sequence[int] | None = None
     virtual_stages: Sequence[int] = (1, 2)
-    checkpoint: Sequence[Checkpoint] = CHECKPOINT_MODES
+    checkpoint: Sequence[Checkpoint | Literal["auto"]] = CHECKPOINT_MODES
 
     @classmethod
     def around(cls, settings: Settings, devices: int) -> Choices:
@@ -56,12 +62,15 @@ class Choices:
         stages = [devices // d for d in (1, 2, 4) if devices % d == 0]
         chunks = None if settings.chunks == "auto" else [settings.chunks]
         virtual = (1, 2) if settings.virtual_stages == 1 else (settings.virtual_stages,)
+        modes: tuple[Checkpoint | Literal["auto"], ...] = CHECKPOINT_MODES
+        if settings.limit is not None:
+            modes = (*CHECKPOINT_MODES, "auto")
         is_chosen = settings.checkpoint not in CHECKPOINT_MODES
         return cls(
             stages if settings.stages == "auto" else [settings.stages],
             chunks,
             virtual,
-            (settings.checkpoint,) if is_chosen else CHECKPOINT_MODES,
+            (settings.checkpoint,) if is_chosen else modes,
         )
 
     def settings(self, settings: Settings) -> Iterator[Settings]:
@@ -79,7 +88,7 @@ class Choices:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans pipelines of one model; it stays as it is, and nothing is computed.
+    """Plans pipelines of one model; it stays as it is.
 
     What layers hold is looked at once for each size of micro-batches, their operations once.
 
@@ -91,8 +100,13 @@ class Planner:
         sample: The backbone's input, a mini-batch.
         optimizers: That will step; None: not known.
         device: On which stages will be.
+        warn: Called with a text where something isn't known.
         is_detached: See :meth:`ModelMemory.of`.
+        ends: The parameters and buffers, by ``id``, that a step uses before it calls the backbone,
+            and those that it uses behind; None: not known, so all of them on both sides.
         rate: Operations that a device does in a second; None: not known.
+        measure: Measures what each layer takes with so many micro-batches; None: nothing is
+            computed.
     """
 
     module: nn.Module
@@ -102,32 +116,28 @@ class Planner:
     sample: Any
     optimizers: Sequence[Optimizer] | None
     device: torch.device
+    warn: Callable[[str], object]
     is_detached: bool = False
+    ends: tuple[frozenset[int], frozenset[int]] | None = None
     rate: float | None = None
+    measure: Callable[[int], Sequence[LayerTime]] | None = None
     _memories: dict[str, ModelMemory] = field(default_factory=dict)
-    _flops: list[LayerFlops] | None = None
-    _costs: dict[bool, tuple[list[float], str]] = field(default_factory=dict)
+    _times: dict[int, Sequence[LayerTime]] = field(default_factory=dict)
+    _balancing: Balancing | None = None
 
-    def compare(
-        self,
-        choices: Choices,
-        settings: Settings,
-        devices: int,
-        warn: Callable[[str], object],
-    ) -> Plans:
+    def compare(self, choices: Choices, settings: Settings, devices: int) -> Plans:
         """Plan all that is possible of some choices.
 
         Args:
             choices: What is compared.
             settings: The rest, with the memory of a device as ``memory_limit``.
             devices: In all; K divides them, and the others are replicas.
-            warn: Called with a text where something isn't known.
 
         Raises:
             ValueError: If nothing is possible, with the reason.
             UntraceableLayer: If a layer needs the values of its input.
         """
-        found: dict[tuple[Any, ...], Plan] = {}
+        found: dict[tuple[int, ...], Plan] = {}
         reason = f"no number of stages in {list(choices.stages)} divides {devices} devices"
         for each in choices.settings(settings):
             stages = int(each.stages)
@@ -139,102 +149,143 @@ class Planner:
                 reason = str(error)
                 continue
             if choices.chunks is None:  # no more than a run with chunks="auto" takes
-                body, auto = self.module.get_submodule(self.backbone), replace(each, chunks="auto")
-                chunks = decide_chunks(int(each.chunks), auto, body, self.sample, warn)
+                auto = replace(each, chunks="auto")
+                chunks = decide_chunks(int(each.chunks), auto, self._body, self.sample, self.warn)
                 each = replace(each, chunks=chunks)
-            count = micro_batches(int(each.chunks), self.sample)
-            key = stages, count, each.virtual_stages, each.checkpoint
-            if key not in found:
-                found[key] = self.plan(each, devices // stages, warn)
+            plan = self.plan(each, devices // stages)
+            again = recomputed(plan.settings.recomputing, plan.micro_batches)
+            found.setdefault((stages, plan.micro_batches, each.virtual_stages, again), plan)
         if not found:
             raise ValueError(f"Nothing can be planned: {reason}")
-        return Plans.of(list(found.values()))
+        plans = Plans.of(list(found.values()))
+        return Plans((self._with_depth(plans.all[0]), *plans.all[1:]))
 
-    def plan(
-        self, settings: Settings, replicas: int = 1, warn: Callable[[str], object] = str
-    ) -> Plan:
+    def _with_depth(self, plan: Plan) -> Plan:
+        """A plan that tells how often the model's repeated block may come."""
+        settings, limit = plan.settings, plan.settings.limit
+        memory, shares = self._memory(int(settings.chunks)), self._shares
+        block = Repeated.find(memory.layers, self._costs_of_layers(int(settings.chunks)))
+        if limit is None or settings.sizes is not None or block is None:
+            return plan
+        layers, least = len(self.layers), int(settings.stages) * settings.virtual_stages
+
+        def fits(count: int) -> bool:
+            order = block.order(layers, count)
+            if len(order) < least:  # there is no such cut, but it would be a smaller model
+                return True
+            deep = replace(memory, layers=block.repeated(memory.layers, count))
+            fitting = Fitting(
+                shares.picked(order),
+                lambda _: deep,
+                self.sample,
+                int(settings.stages),
+                plan.replicas,
+            )
+            return fitting.fit(settings, [int(settings.chunks)]).fits(limit)
+
+        most = deepest(block.count, fits)
+        if most is not None and len(block.order(layers, most)) < least:
+            most = None
+        return replace(plan, depth=Depth(block, most))
+
+    def plan(self, settings: Settings, replicas: int = 1) -> Plan:
         """Plan one layout.
 
         Args:
-            settings: With numbers of stages and chunks.
+            settings: With a number of stages.
             replicas: D.
-            warn: Called with a text where something isn't known.
         """
         stages = int(settings.stages)
-        body = self.module.get_submodule(self.backbone)
         chunks = 4 * stages if settings.chunks == "auto" else settings.chunks
-        chunks = decide_chunks(chunks, settings, body, self.sample, warn)
-        count = micro_batches(chunks, self.sample)
-        memory = self._memory(chunks)
-        partition, expected = partition_near(
-            partial(self._partition, settings, stages, warn),
-            *(memory, settings, stages, count, replicas),
-        )
-        costs = self._costs_of(partition, count)
-        placement = rounds(stages, settings.virtual_stages)
+        choices = [decide_chunks(chunks, settings, self._body, self.sample, self.warn)]
+        if settings.chunks == "auto" and settings.limit is not None:
+            choices = more_chunks(choices[0], self._body, self.sample)
+        fitting = Fitting(self._shares, self._memory, self.sample, stages, replicas)
+        fitted = fitting.fit(settings, choices)
+        settings = replace(settings, chunks=fitted.chunks, checkpoint=fitted.checkpoint)
+        return self._planned(settings, replicas, fitted)
+
+    def _planned(self, settings: Settings, replicas: int, fitted: Fitted) -> Plan:
+        partition, count = fitted.partition, micro_batches(fitted.chunks, self.sample)
+        memory = self._memory(fitted.chunks)
+        placement = rounds(partition.count, settings.virtual_stages)
         # as a run makes it before it has measured anything
         shares = Costs.of([max(share, 1e-3) for share in partition.part_shares])
         schedule = Schedules(settings, placement, replicas, shares).make(count)
-        simulation = simulate(schedule, costs)
-        rows = zip(partition.stages, expected.most, partition.shares, strict=True)
+        simulation = simulate(schedule, self._costs_of(partition, fitted.chunks, count))
+        held = cast(ExpectedMemory, fitted.memory).most  # or it was an error
+        rows = zip(partition.stages, held, partition.shares, strict=True)
+        seconds = None if self.rate is None else simulation.length / self.rate
         return Plan(
             settings,
             self.backbone,
-            tuple(PlannedStage(p, self._parameters(p), held, share) for p, held, share in rows),
+            tuple(PlannedStage(p, self._parameters(p), m, share) for p, m, share in rows),
             replicas,
             count,
-            largest_micro_batch(chunks, self.sample),
+            largest_micro_batch(fitted.chunks, self.sample),
             simulation.bubble,
             simulation.length,
-            self.rate,
+            seconds if self.measure is None else simulation.length,
             count * _crossing(memory, partition, placement),
-            sum(tensor.nbytes for tensor in memory.outside),
         )
+
+    @property
+    def _body(self) -> nn.Module:
+        return self.module.get_submodule(self.backbone)
+
+    @property
+    def _shares(self) -> Balancing:
+        """Shares the layers out."""
+        if self._balancing is None:
+            arguments = self.layers, self.run_layer, self.sample
+            self._balancing = Balancing(*arguments, partial(self._timed, 1), self.warn)
+        return self._balancing
+
+    def _timed(self, chunks: int) -> Sequence[LayerTime]:
+        if self.measure is None:
+            raise UntimableLayer("a plan without measured times computes nothing")
+        if chunks not in self._times:
+            self._times[chunks] = self.measure(chunks)
+        return self._times[chunks]
 
     def _memory(self, chunks: int) -> ModelMemory:
         """What the model holds with micro-batches of one size."""
         given = Tree.of(micro_batch_of(self.sample, chunks), "The backbone's input").leaves
         key = str([tuple(x.shape) if isinstance(x, Tensor) else x for x in given])
         if key not in self._memories:
-            body = self.module.get_submodule(self.backbone)
-            self._memories[key] = ModelMemory.of(
-                *(self.module, body, self.layers, self.run_layer, self.sample, chunks),
+            found = ModelMemory.of(
+                *(self.module, self._body, self.layers, self.run_layer, self.sample, chunks),
                 *(self.optimizers, self.device, self.is_detached),
             )
+            self._memories[key] = replace(found, ends=self._ends(found.outside))
         return self._memories[key]
 
-    def _partition(
-        self,
-        settings: Settings,
-        stages: int,
-        warn: Callable[[str], object],
-        memories: Sequence[float] | None,
-        limit: float | None,
-    ) -> Partition:
-        key = settings.recomputes
-        if settings.balance == "memory" or key not in self._costs:
-            arguments = (self.layers, self.run_layer, settings, self.sample, _untimed, warn)
-            self._costs[key] = layer_costs(*arguments, memories)
-        return share_out(*self._costs[key], stages, settings, memories, limit)
+    def _costs_of(self, partition: Partition, chunks: int, count: int) -> Costs:
+        """What each virtual stage takes for one of so many micro-batches."""
+        costs, count = self._costs_of_layers(chunks), 1 if self.measure is not None else count
+        parts = [[costs[i] for i in layers] for layers in partition.parts]
+        sums = [[sum(kind) / count for kind in zip(*part, strict=True)] for part in parts]
+        forward, backward, recompute = zip(*sums, strict=True)
+        return Costs.of(forward, backward, recompute)
 
-    def _costs_of(self, partition: Partition, count: int) -> Costs:
-        """Operations of each virtual stage for one of so many micro-batches."""
-        if self._flops is None:
-            self._flops = layer_flops(self.layers, self.run_layer, self.sample)
-        parts = [[self._flops[i] for i in layers] for layers in partition.parts]
-        return Costs.of(
-            [sum(layer.forward for layer in part) / count for part in parts],
-            [sum(layer.backward for layer in part) / count for part in parts],
-            [sum(layer.recompute for layer in part) / count for part in parts],
-        )
+    def _costs_of_layers(self, chunks: int) -> list[tuple[float, float, float]]:
+        """Forward, backward and recompute: seconds of a micro-batch, or all operations."""
+        if self.measure is not None:
+            times = self._timed(chunks)
+            return [(t.forward, t.backward, t.forward * (t.backward > 0)) for t in times]
+        return [(f.forward, f.backward, f.recompute) for f in self._shares.flops()]
+
+    def _ends(self, outside: tuple[HeldTensor, ...]) -> Ends:
+        """What the first and the last stage hold outside the backbone."""
+        if self.ends is None:
+            return outside, outside
+        before, behind = self.ends
+        first = tuple(tensor for tensor in outside if tensor.key in before)
+        return first, tuple(tensor for tensor in outside if tensor.key in behind)
 
     def _parameters(self, parts: tuple[range, ...]) -> int:
         own = {id(p): p for part in parts for i in part for p in self.layers[i].parameters()}
         return sum(p.numel() for p in own.values())
-
-
-def _untimed() -> list[float]:
-    raise UntimableLayer("a plan computes nothing")
 
 
 def _crossing(memory: ModelMemory, partition: Partition, placement: Sequence[int]) -> int:

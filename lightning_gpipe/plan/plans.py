@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_gpipe.plan.depth import Repeated
 from lightning_gpipe.plan.model_memory import human_bytes
 from lightning_gpipe.plan.report import human, table_lines
 from lightning_gpipe.plan.settings import Settings
@@ -32,6 +33,20 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Depth:
+    """How deep a model can be, by the block of layers that it repeats.
+
+    Args:
+        block: The block.
+        most: How often it may come with every stage within the limit; None: not even once for each
+            stage.
+    """
+
+    block: Repeated
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to expect of one layout of a pipeline.
 
@@ -43,11 +58,12 @@ class Plan:
         micro_batches: M, no more than there are samples.
         samples: In the largest micro-batch; None: the input has no batch.
         bubble: Share of the time in which stages wait, 0 to 1.
-        operations: That a step takes one after another, from its start to its end: floating-point
-            operations as :func:`lightning_gpipe.plan.cost.layer_flops` counts them.
-        rate: Operations that a device does in a second; None: not known.
+        length: What a step takes from its start to its end: floating-point operations as
+            :func:`lightning_gpipe.plan.cost.layer_flops` counts them, or seconds if layers were
+            measured.
+        seconds: What a step takes; None: not known.
         sent: Bytes that cross between stages in a step, activations and gradients.
-        outside: Bytes of the parameters and buffers outside the backbone.
+        depth: How deep the model can be with it; None: not known, or no block of layers repeats.
     """
 
     settings: Settings
@@ -57,10 +73,10 @@ class Plan:
     micro_batches: int
     samples: int | None
     bubble: float
-    operations: float
-    rate: float | None
+    length: float
+    seconds: float | None
     sent: int
-    outside: int
+    depth: Depth | None = None
 
     @property
     def most(self) -> int:
@@ -73,14 +89,9 @@ class Plan:
         return self.settings.limit is None or self.most <= self.settings.limit
 
     @property
-    def seconds(self) -> float | None:
-        """What a step takes, if the rate is known."""
-        return None if self.rate is None else self.operations / self.rate
-
-    @property
-    def operations_per_batch(self) -> float:
-        """Operations of a step by the mini-batches that it takes in, one each replica."""
-        return self.operations / self.replicas
+    def length_per_batch(self) -> float:
+        """The step's length by the mini-batches that it takes in, one each replica."""
+        return self.length / self.replicas
 
     def __str__(self) -> str:
         """A table, a row a stage."""
@@ -104,7 +115,19 @@ class Plan:
             f"Bubble {self.bubble:.1%} of the time;{self._step()} stages send"
             f" {human_bytes(self.sent)} to each other in a step.{self._verdict()}",
         ]
-        return "\n".join([*lines, *_notes([self])])
+        return "\n".join([*lines, *self._depth(), *_notes([self])])
+
+    def _depth(self) -> list[str]:
+        if self.depth is None:
+            return []
+        block, most = self.depth.block, self.depth.most
+        each = (
+            f"layer {block.start}"
+            if block.length == 1
+            else (f"layers {block.start}-{block.start + block.length - 1}")
+        )
+        fits = "not even one for every stage fits" if most is None else f"up to {most:,} fit"
+        return [f"Largest depth: {each} and the like come {block.count:,} times; {fits}."]
 
     def _step(self) -> str:
         return "" if self.seconds is None else f" a step takes {self.seconds:.3g} s;"
@@ -134,7 +157,7 @@ class Plans:
         """Put them in order. Of two that are as fast the one that holds less comes first."""
 
         def rank(plan: Plan) -> tuple[float, ...]:
-            speed = plan.operations_per_batch
+            speed = plan.length_per_batch
             return (0, speed, plan.most) if plan.fits else (1, plan.most, speed)
 
         return cls(tuple(sorted(plans, key=rank)))
@@ -148,7 +171,7 @@ class Plans:
         """A table, a row a layout, the best first."""
         header = ["Stages", "Replicas", "Virtual", "Micro-batches", "Samples", "Checkpoint"]
         header += ["Memory", "Bubble", "Time", "Sent", "Fits"]
-        fastest = min(plan.operations_per_batch for plan in self.all)
+        fastest = min(plan.length_per_batch for plan in self.all)
         rows = [_layout_row(plan, fastest) for plan in self.all[:_LAYOUTS]]
         left = len(self.all) - len(rows)
         limit, fitting = self.all[0].settings.limit, sum(plan.fits for plan in self.all)
@@ -180,7 +203,7 @@ def _stage_row(number: int, stage: PlannedStage) -> list[str]:
 
 
 def _layout_row(plan: Plan, fastest: float) -> list[str]:
-    s, time = plan.settings, f"{plan.operations_per_batch / fastest:.2f} x"
+    s, time = plan.settings, f"{plan.length_per_batch / fastest:.2f} x"
     if plan.seconds is not None:
         time = f"{plan.seconds / plan.replicas:.3g} s"
     return [
@@ -201,11 +224,6 @@ def _layout_row(plan: Plan, fastest: float) -> list[str]:
 def _notes(plans: Sequence[Plan]) -> list[str]:
     """What isn't counted."""
     notes = ["Not counted: what the step computes outside the backbone"]
-    if plans[0].outside and any(plan.settings.step == "micro-batch" for plan in plans):
-        notes[0] += (
-            f"; with step=micro-batch the {human_bytes(plans[0].outside)} of weights there, on the"
-            " first or the last stage, with their gradients and optimizer state"
-        )
     if any(stage.memory.optimizer is None for stage in plans[0].stages):
         notes[0] += "; the optimizer's state, which isn't known"
     return [f"{notes[0]}."]

@@ -54,7 +54,7 @@ class Schedules:
             trains: Whether there are backwards.
             is_chained: Whether each goes through all stages before the next.
         """
-        checkpoint = self.settings.checkpoint
+        checkpoint = self.settings.recomputing
         if self.settings.step == "mini-batch":
             return fill_drain(self.placement, micro_batches, checkpoint)
         if is_chained:
@@ -79,6 +79,6 @@ class Schedules:
 
     def _limit(self, micro_batches: int) -> float:
         """The largest number of micro-batches whose activations a stage holds."""
-        kept = micro_batches - recomputed(self.settings.checkpoint, micro_batches)
+        kept = micro_batches - recomputed(self.settings.recomputing, micro_batches)
         stages = max(self.placement) + 1
         return math.inf if stages == 1 else max(_HELD, min(kept, HELD_OF_KEPT * stages))

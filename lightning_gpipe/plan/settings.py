@@ -27,7 +27,7 @@ class Settings:
     stages: int | Literal["auto"]
     backbone: str | None
     balance: Balance
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | Literal["auto"]
     deferred_batch_norm: bool
     virtual_stages: int = 1
     step: StepMode = "mini-batch"
@@ -71,13 +71,18 @@ class Settings:
     @property
     def recomputes(self) -> bool:
         """Whether any activations are re-materialized."""
-        return self.checkpoint not in ("never", 0)
+        return self.recomputing not in ("never", 0)
+
+    @property
+    def recomputing(self) -> Checkpoint:
+        """What is re-materialized; all, as long as ``"auto"`` isn't decided."""
+        return "always" if self.checkpoint == "auto" else self.checkpoint
 
     @property
     def needs_input(self) -> bool:
-        """Whether the balance, or a limit of memory, depends on the backbone's input."""
+        """Whether the cut, or what is re-materialized, depends on the backbone's input."""
         by_layers = self.balance != "params" and self.sizes is None
-        return by_layers or self.memory_limit is not None
+        return by_layers or self.memory_limit is not None or self.checkpoint == "auto"
 
     def for_loggers(self) -> dict[str, Any]:
         """What was chosen, beside the numbers of stages and micro-batches."""
@@ -106,17 +111,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
-def _checkpoint(value: object) -> Checkpoint:
+def _checkpoint(value: object) -> Checkpoint | Literal["auto"]:
     """A mode, a number of micro-batches, or a share of them from 0.0 to 1.0."""
-    if isinstance(value, str) and value in CHECKPOINT_MODES:
+    if isinstance(value, str) and value in ("auto", *CHECKPOINT_MODES):
         return cast(Checkpoint, value)
     if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
         return int(value)
     if isinstance(value, Real) and not isinstance(value, Integral) and 0 <= float(value) <= 1:
         return float(value)
     raise ValueError(
-        f"checkpoint must be one of {', '.join(map(repr, CHECKPOINT_MODES))}, a whole number of"
-        " micro-batches from 0, or a share of them from 0.0 to 1.0, got"
+        f"checkpoint must be one of {', '.join(map(repr, CHECKPOINT_MODES))}, 'auto', a whole"
+        " number of micro-batches from 0, or a share of them from 0.0 to 1.0, got"
         f" checkpoint={value!r}."
     )
 

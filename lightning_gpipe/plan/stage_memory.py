@@ -7,7 +7,7 @@ is followed from action to action, with what the engine holds between them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -65,7 +65,8 @@ def stage_memories(
     sizes: Sequence[int],
     schedule: Schedule,
     is_whole_batch: bool,
-    outside: Iterable[HeldTensor] = (),
+    outside: Mapping[int, Iterable[HeldTensor]],
+    sharing: int = 1,
 ) -> tuple[StageMemory, ...]:
     """What each stage holds.
 
@@ -79,7 +80,8 @@ def stage_memories(
         schedule: Of a training step, with its virtual stages on the same ranks.
         is_whole_batch: Whether the user's step runs over the whole mini-batch: then every stage
             gets the backbone's whole output.
-        outside: Parameters and buffers that every stage holds besides its layers'.
+        outside: Parameters and buffers that a rank holds besides its layers'.
+        sharing: Replicas that share out a stage's optimizer state.
     """
     bounds = pairwise([0, *accumulate(sizes)])
     parts = [_Part.of(layers[start:end]) for start, end in bounds]
@@ -87,20 +89,19 @@ def stage_memories(
     for part, rank in zip(parts, schedule.placement, strict=True):
         for tensor in part.tensors:
             users.setdefault(tensor.key, set()).add(rank)
-    common = {t.key: t for t in outside}
-    common |= {t.key: t for part in parts for t in part.tensors if len(users[t.key]) > 1}
+    common = {t.key: t for part in parts for t in part.tensors if len(users[t.key]) > 1}
     found = []
     for rank in range(len(schedule.programs)):
         here = [part for part, at in zip(parts, schedule.placement, strict=True) if at == rank]
         own = {t.key: t for part in here for t in part.tensors}
-        held = (common | own).values()
+        held = (common | {t.key: t for t in outside.get(rank, ())} | own).values()
         states = [t.optimizer for t in held if t.optimizer is not None]
         peak = _Walk(parts, schedule, rank, is_whole_batch).peak()
         found.append(
             StageMemory(
                 sum(t.nbytes for t in held),
                 sum(t.gradient for t in held),
-                sum(states) if len(states) == len(held) else None,
+                _largest_share(states, sharing) if len(states) == len(held) else None,
                 peak.inputs,
                 peak.graphs,
                 peak.messages,
@@ -304,6 +305,14 @@ class _Walk:
         """Note what is held while an action needs more."""
         if now.total + more > self._most.total:
             self._most = _Holding(now.inputs, now.graphs + more, now.messages, now.ends)
+
+
+def _largest_share(sizes: Sequence[int], count: int) -> int:
+    """The most that one of several gets, if the largest goes first, each to whom has least."""
+    shares = [0] * count
+    for size in sorted(sizes, reverse=True):
+        shares[shares.index(min(shares))] += size
+    return max(shares)
 
 
 def _ahead(nbytes: int, left: int) -> int:

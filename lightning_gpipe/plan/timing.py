@@ -38,7 +38,30 @@ class UntimableLayer(RuntimeError):
     """A layer can't run by itself, in a copy."""
 
 
-def time_costs(
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds that a micro-batch takes in a layer.
+
+    Args:
+        forward: In its forward.
+        backward: In its backward; 0 where there is none.
+    """
+
+    forward: float
+    backward: float
+
+
+def time_costs(times: Sequence[LayerTime], recomputes: bool) -> list[float]:
+    """Seconds of each layer in a training step: forward, recompute and backward.
+
+    Args:
+        times: Of the layers.
+        recomputes: Whether activations are re-materialized.
+    """
+    return [t.forward * (1 + (recomputes and t.backward > 0)) + t.backward for t in times]
+
+
+def layer_times(
     layers: Sequence[nn.Module],
     run_layer: RunLayer,
     sample: Any,
@@ -47,9 +70,8 @@ def time_costs(
     *,
     trains: bool,
     training: bool,
-    recomputes: bool,
-) -> list[float]:
-    """Seconds that a micro-batch takes in each layer: forward, recompute and backward.
+) -> list[LayerTime]:
+    """Measure what a micro-batch takes in each layer.
 
     Frozen layers take what their backward computes: nothing before the first trainable one, no
     gradient of weights behind it. It leaves no trace in the layers and in the generators.
@@ -63,12 +85,11 @@ def time_costs(
         device: Where layers compute; holds one of them at a time.
         trains: Whether there will be backwards.
         training: Whether all modules run in training mode; else in the modes that they are in.
-        recomputes: Whether activations are re-materialized.
 
     Raises:
         UntimableLayer: If a layer can't be copied, or fails.
     """
-    costs, share = [], min(1.0, _LAYERS / len(layers))
+    times, share = [], min(1.0, _LAYERS / len(layers))
     with (
         preserved(device),
         torch.inference_mode(False),
@@ -80,15 +101,15 @@ def time_costs(
         for index, layer in enumerate(layers):
             try:
                 own = _copied(layer, device, training)
-                alone = _Alone(own, run_layer, index, device, 1 + recomputes, given, given)
-                costs.append(_median_s(alone, share * _LEAST_S, share * _MOST_S))
+                alone = _Alone(own, run_layer, index, device, given, given)
+                times.append(_median_s(alone, share * _LEAST_S, share * _MOST_S))
                 given = alone.output
             except Exception as error:
                 raise UntimableLayer(
                     f"{type(layer).__name__} can't run by itself, in a copy"
                     f" ({type(error).__name__}: {error})"
                 ) from error
-    return costs
+    return times
 
 
 def _first_micro_batch(
@@ -116,7 +137,6 @@ class _Alone:
         run_layer: Runs it.
         index: Its place.
         device: Where it is.
-        forwards: How often it runs forward before a backward.
         given: Its input; each tensor is a leaf of a graph.
         output: What it returned last, likewise.
     """
@@ -125,12 +145,11 @@ class _Alone:
     run_layer: RunLayer
     index: int
     device: torch.device
-    forwards: int
     given: Tree
     output: Tree
 
-    def __call__(self) -> float:
-        """Run it once; returns the seconds of forward, recompute and backward."""
+    def __call__(self) -> LayerTime:
+        """Run it once."""
         # copies, because a layer may work in place, and not on leaves of the graph
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.given.leaves]
         value = self.given.with_leaves(leaves).value()
@@ -141,11 +160,11 @@ class _Alone:
         self.output = output.with_leaves([_detached(leaf) for leaf in output.leaves])
         roots = [t for t in output.tensors() if t.requires_grad]
         if not roots:
-            return forward_s
+            return LayerTime(forward_s, 0.0)
         gradients = list(map(torch.ones_like, roots))
         begin = self._now()
         torch.autograd.backward(roots, gradients)  # adds to the copy's gradients, as in the run
-        return self.forwards * forward_s + self._now() - begin
+        return LayerTime(forward_s, self._now() - begin)
 
     def _now(self) -> float:
         if self.device.type != "cpu":
@@ -153,14 +172,17 @@ class _Alone:
         return time.perf_counter()
 
 
-def _median_s(run: Callable[[], float], least_s: float, most_s: float) -> float:
+def _median_s(run: Callable[[], LayerTime], least_s: float, most_s: float) -> LayerTime:
     run()  # memory is allocated, and kernels are chosen
-    found: list[float] = []
+    found: list[LayerTime] = []
     begin, spent = time.perf_counter(), 0.0
     while not found or (spent < most_s and (len(found) < _RUNS or spent < least_s)):
         found.append(run())
         spent = time.perf_counter() - begin
-    return statistics.median(found)
+    return LayerTime(
+        statistics.median(one.forward for one in found),
+        statistics.median(one.backward for one in found),
+    )
 
 
 def _detached(leaf: Any) -> Any:

@@ -44,7 +44,8 @@ class GPipeStrategy(PlanningStrategy):
 
     Args:
         chunks: M, the number of micro-batches of a mini-batch. ``"auto"``: 4 x stages, which keeps
-            the bubble small, but no more than leave batch norm 4 samples at once.
+            the bubble small, and more if only smaller ones fit in ``memory_limit``, or in the
+            device's memory; but no more than leave batch norm 4 samples at once.
         stages: K, the number of stages. ``"auto"``: the processes of one node.
         backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
@@ -55,6 +56,7 @@ class GPipeStrategy(PlanningStrategy):
         checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
             but the last, whose backward comes first, ``"never"`` none; or how many, as a number
             (``3``) or a share (``0.5``). Those whose backward comes first keep their activations.
+            ``"auto"``: as few as fit in ``memory_limit``, or in the device's memory.
         deferred_batch_norm: Whether running statistics of batch norm move once per mini-batch, as
             on one device, instead of once per micro-batch.
         virtual_stages: V, the number of parts of the backbone that each stage runs: layers are cut
@@ -109,7 +111,7 @@ class GPipeStrategy(PlanningStrategy):
         stages: int | Literal["auto"] = "auto",
         backbone: str | None = None,
         balance: Balance = "flops",
-        checkpoint: Checkpoint = "except_last",
+        checkpoint: Checkpoint | Literal["auto"] = "except_last",
         deferred_batch_norm: bool = True,
         virtual_stages: int = 1,
         step: StepMode = "mini-batch",
@@ -171,6 +173,8 @@ class GPipeStrategy(PlanningStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         trainer.accelerator.setup(trainer)
         refusals.refuse(trainer, self._layer_sync, self._layout, self.without_sync, self._settings)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refusals.refuse_unknown_memory(self._settings, self.root_device)
         self.model = self.precision_plugin.convert_module(self._module)
         self._run = Run(
             trainer,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,22 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.backbone import find_backbone
-from lightning_gpipe.model.on_meta import Attributes, Pretended, to_meta_leaf
+from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.redirect import Redirections
-from lightning_gpipe.model.run_layer import RunLayer, run_layer
-from lightning_gpipe.pipeline.probe import Reached
+from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import known_flops
 from lightning_gpipe.plan.planner import Choices, Planner
 from lightning_gpipe.plan.plans import Plans
 from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.timing import LayerTime, layer_times
 from lightning_gpipe.schedule.checkpoint import Checkpoint
+from lightning_gpipe.strategy.pretended_step import BackboneCall, call_of
 from lightning_gpipe.strategy.saving_strategy import SavingStrategy
 from lightning_gpipe.tensors.random_state import preserved
-
-_GIVE_INPUT = "give what the backbone is called with: plan(module, input=...)"
 
 
 class PlanningStrategy(SavingStrategy):
@@ -49,10 +46,11 @@ class PlanningStrategy(SavingStrategy):
         stages: Sequence[int] | None = None,
         chunks: Sequence[int] | None = None,
         virtual_stages: Sequence[int] | None = None,
-        checkpoint: Sequence[Checkpoint] | None = None,
+        checkpoint: Sequence[Checkpoint | Literal["auto"]] | None = None,
         optimizers: Sequence[Optimizer] | None = None,
         device: torch.device | str | None = None,
         flops: float | None = None,
+        measured: bool = False,
     ) -> Plans:
         """Tell what fits and what is fastest, without data, weights or devices.
 
@@ -72,10 +70,12 @@ class PlanningStrategy(SavingStrategy):
             stages: The K that are compared.
             chunks: The M.
             virtual_stages: The V.
-            checkpoint: What is re-materialized.
+            checkpoint: What is re-materialized; ``"auto"``: as little as fits.
             optimizers: That will step; ``None``: those of ``configure_optimizers``.
             device: Whose kernels layers will run; ``None``: this machine's accelerator, or the CPU.
             flops: Operations that a device does in a second, to tell seconds.
+            measured: Whether every layer runs by itself on ``device``, to tell seconds by what it
+                takes.
 
         Returns:
             All layouts, the best first; ``.best`` is the fastest that fits, and a printed plan is a
@@ -105,11 +105,12 @@ class PlanningStrategy(SavingStrategy):
             self.precision_plugin.forward_context(),
         ):
             warnings.simplefilter("ignore")  # the run's own will warn
-            planner = _planner(module, settings, batch, input, optimizers, place, flops)
             said: dict[str, None] = {}
-            plans = planner.compare(
-                choices, settings, devices, lambda text: said.update({text: None})
+            planner = _planner(
+                *(module, settings, batch, input, optimizers, place, flops, measured),
+                warn=lambda text: said.update({text: None}),
             )
+            plans = planner.compare(choices, settings, devices)
         for text in said:
             rank_zero_warn(text)
         return plans
@@ -123,18 +124,50 @@ def _planner(
     optimizers: Sequence[Optimizer] | None,
     device: torch.device,
     flops: float | None,
+    is_measured: bool,
+    warn: Callable[[str], object],
 ) -> Planner:
     name = settings.backbone
     name = find_backbone(module, name, known_flops(module) if name is None else None)
-    layers, run = tuple(layers_of(module.get_submodule(name))), cast(RunLayer, run_layer)
+    layers = tuple(layers_of(module.get_submodule(name)))
     is_detached = settings.step == "micro-batch"
+    call = BackboneCall(input, run_layer, context=None, ends=None)
     if input is None:
-        input, run = _input_of(module, name, batch, device)
-        if is_detached:
-            input = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, input)
+        call = call_of(module, name, batch, device)
+    sample = call.input
+    if is_detached:
+        sample = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, sample)
     if optimizers is None:
         optimizers = _optimizers_of(module)
-    return Planner(module, name, layers, run, input, optimizers, device, is_detached, flops)
+    return Planner(
+        *(module, name, layers, call.run_layer, sample, optimizers, device, warn, is_detached),
+        *(call.ends, flops, partial(_measured, layers, call, device) if is_measured else None),
+    )
+
+
+def _measured(
+    layers: Sequence[nn.Module], call: BackboneCall, device: torch.device, chunks: int
+) -> list[LayerTime]:
+    """What layers take on a device, for inputs with other values."""
+    if any(tensor.is_meta for layer in layers for tensor in layer.parameters()):
+        raise ValueError(
+            "Layers on the meta device have no values, and can't be measured: build the module on"
+            " the host, or plan without measuring."
+        )
+
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        full = torch.zeros(leaf.shape, dtype=leaf.dtype)
+        full = full.normal_() if leaf.is_floating_point() else full
+        return full.requires_grad_(leaf.requires_grad)
+
+    with nullcontext() if call.context is None else call.context.restored():
+        return layer_times(
+            *(layers, call.run_layer, tree_map(filled, call.input), chunks, device),
+            trains=True,
+            training=True,
+        )
 
 
 def _accelerator() -> torch.device:
@@ -160,106 +193,6 @@ def _built(module: pl.LightningModule) -> Iterator[None]:
     finally:
         for part, attributes in kept:
             attributes.restore(part)
-
-
-def _input_of(
-    module: pl.LightningModule, backbone: str, batch: Any, device: torch.device
-) -> tuple[Any, RunLayer]:
-    """What a step calls the backbone with, on the meta device, and how its layers are run.
-
-    Args:
-        module: The module.
-        backbone: Dotted name of its backbone.
-        batch: What the step is given; None: the module's example is given to its forward.
-        device: For which device tensors pass.
-    """
-    is_example = batch is None
-    if is_example:
-        batch = getattr(module, "example_input_array", None)
-    if batch is None:
-        raise ValueError(
-            f"{type(module).__name__} has no example_input_array: give a batch, or {_GIVE_INPUT}."
-        )
-    try:
-        found = _reached(module, backbone, batch, is_example, device)
-    except Exception as error:
-        raise ValueError(
-            f"The step of {type(module).__name__} can't run up to the backbone '{backbone}' without"
-            f" values, or without a Trainer ({type(error).__name__}: {error}). Instead"
-            f" {_GIVE_INPUT}."
-        ) from error
-    if found is None:
-        raise ValueError(
-            f"The step of {type(module).__name__} doesn't call the backbone '{backbone}':"
-            f" {_GIVE_INPUT}."
-        )
-    sample = tree_map(lambda leaf: _alike(leaf, None), found.sample)
-    return sample, found.context.run_layer
-
-
-def _reached(
-    module: pl.LightningModule,
-    backbone: str,
-    batch: Any,
-    is_example: bool,
-    device: torch.device,
-) -> Reached | None:
-    """Run a step on tensors without values until it calls the backbone; None: it doesn't."""
-    body, redirections = module.get_submodule(backbone), Redirections(is_alone=False)
-    place = Pretended(device)
-
-    def reached(input: Any, run: RunLayer = run_layer) -> Any:
-        raise Reached(input, ForwardContext.current((), device, run))
-
-    kept = [(part, Attributes(part)) for part in module.modules()]
-    try:
-        redirections.take_over(body)
-        redirections.add(body, reached)
-        _pretend(module, kept, place)
-        given = tree_map(lambda leaf: _alike(leaf, place), batch)
-        with torch.enable_grad(), place.mode:
-            _step(module, given, is_example)
-    except Reached as found:
-        return found
-    finally:
-        redirections.end()
-        for part, attributes in kept:
-            attributes.restore(part)
-    return None
-
-
-def _pretend(
-    module: nn.Module, kept: Sequence[tuple[nn.Module, Attributes]], place: Pretended
-) -> None:
-    """Put tensors without values in the places of a module's."""
-    known: dict[int, Any] = {}
-    for part, attributes in kept:
-        attributes.prepare(part, True, None, place)
-        for entries in (part._parameters, part._buffers):
-            for name, tensor in entries.items():
-                if tensor is not None:
-                    if id(tensor) not in known:
-                        known[id(tensor)] = _alike(tensor, place)
-                    entries[name] = known[id(tensor)]
-
-
-def _alike(leaf: Any, place: Pretended | None) -> Any:
-    """A tensor that looks like a given one and has no values; other leaves as they are."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    found = to_meta_leaf(leaf, place).requires_grad_(leaf.requires_grad)
-    return nn.Parameter(found, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else found
-
-
-def _step(module: pl.LightningModule, batch: Any, is_example: bool) -> None:
-    if not is_example and is_overridden("training_step", module):
-        parameters = inspect.signature(module.training_step).parameters
-        takes_index = len(parameters) > 1
-        module.training_step(*((batch, 0) if takes_index else (batch,)))
-    elif isinstance(batch, Mapping):
-        module(**batch)
-    else:
-        module(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
 
 
 def _optimizers_of(module: pl.LightningModule) -> list[Optimizer] | None:

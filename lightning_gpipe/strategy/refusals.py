@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import (
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.plan.fitting import usable_memory
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.strategy.world import Layout
 
@@ -72,6 +73,21 @@ def refuse(
     if layout.stages > 1:
         refuse_logging(module, trainer.loggers)
         refuse_callbacks(vars(trainer)["callbacks"], settings)
+
+
+def refuse_unknown_memory(settings: Settings, device: torch.device) -> None:
+    """Refuse a choice by memory where nobody says how much there is.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    is_unknown = settings.limit is None and usable_memory(device) is None
+    if settings.checkpoint == "auto" and is_unknown:
+        raise ValueError(
+            "checkpoint='auto' re-materializes as few micro-batches as fit in memory, and how much"
+            f" a stage may fill isn't known on '{device}': give GPipeStrategy(memory_limit=...),"
+            " such as '16GB'."
+        )
 
 
 def refuse_steps(trainer: pl.Trainer) -> None:

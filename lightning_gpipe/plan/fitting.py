@@ -1,0 +1,166 @@
+"""Finds a cut, a number of micro-batches and a share of recompute whose stages fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.plan.balance import Balancing
+from lightning_gpipe.plan.chunks import micro_batches
+from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory, human_bytes
+from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.stage_memory import StageMemory
+from lightning_gpipe.schedule.checkpoint import Checkpoint
+
+_TRIES = 8  # cuts that are tried to stay within a limit
+#: Share of a device's memory that stages may fill: the rest is for kernels, and lost in gaps.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """How a module is cut.
+
+    Args:
+        partition: Which layers each stage has.
+        chunks: M.
+        checkpoint: What is re-materialized.
+        memory: What each stage is expected to hold; None: not known.
+    """
+
+    partition: Partition
+    chunks: int
+    checkpoint: Checkpoint
+    memory: ExpectedMemory | None
+
+    def fits(self, limit: int | None) -> bool:
+        """Whether every stage stays within a limit, as far as it is known."""
+        return self.memory is None or limit is None or self.memory.highest <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Cuts a backbone so that its stages fit in memory.
+
+    Args:
+        balancing: Shares its layers out.
+        memory_of: Tells what the model holds with a given M; None: not known.
+        sample: The backbone's input; None: not known.
+        stages: K.
+        replicas: D.
+    """
+
+    balancing: Balancing
+    memory_of: Callable[[int], ModelMemory | None]
+    sample: Any
+    stages: int
+    replicas: int
+
+    def fit(self, settings: Settings, chunks: Sequence[int]) -> Fitted:
+        """Take the first number of micro-batches with which the stages fit.
+
+        With ``checkpoint="auto"`` as few of them are re-materialized as fit.
+
+        Args:
+            settings: What the user chose.
+            chunks: The M that are possible.
+
+        Returns:
+            With the last M, if the stages fit with none; then all micro-batches are re-materialized
+            that may be.
+
+        Raises:
+            ValueError: If the layers can't be cut at all.
+        """
+        for count in chunks:
+            found = self._with_chunks(settings, count)
+            if found.fits(settings.limit):
+                break
+        return found
+
+    def _with_chunks(self, settings: Settings, chunks: int) -> Fitted:
+        memory = self.memory_of(chunks)
+        count = micro_batches(chunks, self.sample)
+
+        def at(checkpoint: Checkpoint) -> Fitted:
+            each = replace(settings, checkpoint=checkpoint)
+            partition, expected = self._cut(each, memory, count)
+            return Fitted(partition, chunks, checkpoint, expected)
+
+        found = at(settings.recomputing)
+        if settings.checkpoint != "auto" or memory is None or not found.fits(settings.limit):
+            return found
+        least, most = 0, count  # micro-batches that are recomputed: with the most it fits
+        while least < most:
+            middle = (least + most) // 2
+            tried = at(middle or "never")
+            if tried.fits(settings.limit):
+                found, most = tried, middle
+            else:
+                least = middle + 1
+        return found
+
+    def _cut(
+        self, settings: Settings, memory: ModelMemory | None, count: int
+    ) -> tuple[Partition, ExpectedMemory | None]:
+        """Share the layers out within the limit; if no cut stays within it, the nearest found.
+
+        What a stage holds besides its layers' sum, such as its inputs, isn't known before the cut:
+        where a stage holds too much, the layers' limit is lowered by that, and they are cut anew.
+        """
+        if memory is None:
+            return self.balancing.partition(self.stages, settings), None
+        limit, layers = settings.limit, memory.of_layers(settings, self.stages, count)
+        best = self.balancing.partition(self.stages, settings, layers)
+        expected = memory.expected(best, settings, count, self.replicas)
+        if limit is None or settings.sizes is not None:
+            return best, expected
+        within = float(limit)
+        for _ in range(_TRIES):
+            if expected.highest <= limit:
+                break
+            try:
+                partition = self.balancing.partition(self.stages, settings, layers, within)
+            except ValueError:  # no cut at all
+                break
+            found = memory.expected(partition, settings, count, self.replicas)
+            if found.highest < expected.highest:
+                best, expected = partition, found
+            within -= max(found.highest - limit, 1)
+        return best, expected
+
+
+def usable_memory(device: torch.device) -> int | None:
+    """Bytes of a device's memory that a stage may fill; None: not known, as in the host."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_USABLE * (free + torch.cuda.memory_reserved(device)))
+    if device.type == "mps":
+        return int(_USABLE * torch.mps.recommended_max_memory())
+    return None
+
+
+def check_limit(memories: Sequence[StageMemory], limit: int) -> None:
+    """Check that every stage stays within a limit.
+
+    Args:
+        memories: What each stage will hold.
+        limit: Bytes.
+
+    Raises:
+        ValueError: Naming the stage that holds the most, and what to change.
+    """
+    stage = max(range(len(memories)), key=lambda k: memories[k].total)
+    most = memories[stage]
+    if most.total <= limit:
+        return
+    raise ValueError(
+        f"Stage {stage} is expected to hold {human_bytes(most.total)}, more than"
+        f" memory_limit={human_bytes(limit)}: {human_bytes(most.kept)} of parameters, gradients and"
+        f" optimizer state, {human_bytes(most.of_micro_batches)} of micro-batches. Use more stages"
+        " or smaller micro-batches (more chunks), checkpoint='always', or balance='memory'."
+    )
