@@ -248,9 +248,7 @@ def test_layers_that_cannot_be_measured_are_balanced_by_operations(kind: Any) ->
     layers, warnings = [kind(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))], []
     settings = Settings(2, 2, None, "time", "never", deferred_batch_norm=True)
     sample = torch.ones(4, WIDTH)
-    measure = partial(
-        layer_times, layers, run_layer, sample, 1, CPU, trains=True, training=False
-    )
+    measure = partial(layer_times, layers, run_layer, sample, 1, CPU, trains=True, training=False)
     balancing = Balancing(layers, run_layer, sample, measure, warnings.append)
     partition = balancing.partition(2, settings)
     assert (partition.sizes, partition.unit) == ((2, 2), "flops")

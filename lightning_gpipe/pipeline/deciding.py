@@ -73,8 +73,8 @@ def decide(
         except UntraceableLayer as error:
             if _depends_on_memory(settings):
                 around.warn(
-                    "What stages will hold isn't known, so nothing is chosen by memory, and"
-                    f" memory_limit isn't kept, because {error}."
+                    "Nothing is chosen by memory, and memory_limit isn't kept: what stages will"
+                    f" hold isn't known, because {error}."
                 )
             return None
 
