@@ -16,8 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Those of the command line; None: this process's.
     """
-    options = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    known, others = parser.parse_known_args(arguments)
+    options = vars(known)
     run = options.pop("run")
+    if "arguments" in options:
+        options["arguments"] = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         run(**options)
     except (OSError, ValueError, RuntimeError) as error:
@@ -62,13 +68,23 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         " and how long a step takes. Exits with 1 if nothing fits."
     )
     plan.add_argument(
-        "factory",
-        metavar="MODULE:FUNCTION",
-        help="makes the LightningModule, or the LightningModule and a batch of it",
+        "what",
+        metavar="CONFIG.yaml | MODULE:FUNCTION",
+        help="the file that `fit` of a LightningCLI takes, and further arguments as it takes them;"
+        " or what returns the LightningModule, or the LightningModule and a batch of it",
     )
-    plan.add_argument("--devices", type=int, required=True, help="number of devices, all nodes'")
+    for name, what in (("model", "LightningModule"), ("data", "LightningDataModule")):
+        plan.add_argument(
+            f"--{name}", metavar="MODULE:CLASS", help=f"the {what}, if the file names none"
+        )
+    plan.add_argument(
+        "--no-data", action="store_true", help="take the model's example_input_array for a batch"
+    )
+    plan.add_argument(
+        "--devices", type=int, help="number of devices, all nodes'; else that of the file"
+    )
     plan.add_argument("--memory", help="of a device, such as 16GB")
-    plan.add_argument("--step", default="mini-batch", choices=["mini-batch", "micro-batch"])
+    plan.add_argument("--step", choices=["mini-batch", "micro-batch"])
     plan.add_argument("--backbone", help="dotted name of what is cut; else it is found")
     for name, what in (
         ("stages", "numbers of stages, such as 2,4"),
@@ -80,11 +96,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=_checkpoints,
         metavar="MODE,…",
-        help="of always, except_last, never, and numbers or shares of micro-batches",
+        help="of always, except_last, never, auto, and numbers or shares of micro-batches",
     )
     plan.add_argument("--device", help="whose kernels layers will run: cuda, cpu")
     plan.add_argument("--flops", type=float, help="operations of a device in a second, as 1e14")
-    plan.set_defaults(run=plan_command.plan)
+    plan.add_argument(
+        "--measured", action="store_true", help="run every layer by itself, to tell seconds"
+    )
+    plan.set_defaults(run=plan_command.plan, arguments=())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

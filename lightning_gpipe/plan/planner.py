@@ -227,6 +227,7 @@ class Planner:
             simulation.length,
             seconds if self.measure is None else simulation.length,
             count * _crossing(memory, partition, placement),
+            is_measured=self.measure is not None,
         )
 
     @property

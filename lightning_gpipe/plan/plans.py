@@ -64,6 +64,7 @@ class Plan:
         seconds: What a step takes; None: not known.
         sent: Bytes that cross between stages in a step, activations and gradients.
         depth: How deep the model can be with it; None: not known, or no block of layers repeats.
+        is_measured: Whether layers were measured.
     """
 
     settings: Settings
@@ -77,6 +78,7 @@ class Plan:
     seconds: float | None
     sent: int
     depth: Depth | None = None
+    is_measured: bool = False
 
     @property
     def most(self) -> int:
@@ -175,6 +177,7 @@ class Plans:
         rows = [_layout_row(plan, fastest) for plan in self.all[:_LAYOUTS]]
         left = len(self.all) - len(rows)
         limit, fitting = self.all[0].settings.limit, sum(plan.fits for plan in self.all)
+        by = "by what layers took alone" if self.all[0].is_measured else "by counted operations"
         found = f"{fitting} of {len(self.all)} layouts fit in {human_bytes(limit or 0)} a device"
         return "\n".join(
             [
@@ -182,7 +185,7 @@ class Plans:
                 *([f"… and {left} more"] if left else []),
                 *([f"{found}."] if limit is not None else []),
                 "Memory: of the stage that holds the most. Time: of a step, by the mini-batches"
-                " that the replicas read in it, by counted operations, without messages.",
+                f" that the replicas read in it, {by}, without messages.",
                 *_notes(self.all),
             ]
         )

@@ -3,85 +3,108 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
 from lightning_gpipe.plan.settings import StepMode
-from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy.gpipe import GPipeStrategy
+
+if TYPE_CHECKING:
+    from lightning_gpipe.strategy.configured import Configured
 
 
 def plan(
-    factory: str,
-    devices: int,
-    memory: str | None,
-    step: StepMode,
+    what: str,
+    arguments: Sequence[str],
+    model: str | None,
+    data: str | None,
+    no_data: bool,
+    devices: int | None,
+    step: StepMode | None,
     backbone: str | None,
-    stages: Sequence[int] | None,
-    chunks: Sequence[int] | None,
-    virtual_stages: Sequence[int] | None,
-    checkpoint: Sequence[Checkpoint] | None,
-    device: str | None,
-    flops: float | None,
+    **options: Any,
 ) -> None:
     """Print which layouts of a pipeline fit, and the best of them stage by stage.
 
     Args:
-        factory: What makes the module, as ``package.module:function``. It returns the module, or
-            the module and a batch; without a batch the module's ``example_input_array`` is taken.
-        devices: Their number.
-        memory: Of a device, as ``"16GB"``.
-        step: What the steps are given.
-        backbone: Dotted name of the backbone.
-        stages: Compared numbers of stages.
-        chunks: Of micro-batches.
-        virtual_stages: Of virtual stages.
-        checkpoint: What is re-materialized.
-        device: Whose kernels layers will run.
-        flops: Operations that a device does in a second.
+        what: A configuration file that ``fit`` takes; or what makes the module, as
+            ``package.module:function``. It returns the module, or the module and a batch; without
+            a batch the module's ``example_input_array`` is taken.
+        arguments: Those that ``fit`` would be given with the file.
+        model: The class of the model as ``package.module:Class``, if the file names none.
+        data: That of the data module.
+        no_data: Whether no data is loaded, and the module's ``example_input_array`` taken.
+        devices: Their number; None: that of the file.
+        step: What the steps are given; None: what the file says, or a mini-batch.
+        backbone: Dotted name of the backbone; None: what the file says, or it is found.
+        options: Of :meth:`GPipeStrategy.plan`.
 
     Raises:
         SystemExit: With code 1, if nothing fits.
         ValueError: If nothing can be planned.
     """
-    module, batch = _made(factory)
-    plans = GPipeStrategy(backbone=backbone, step=step).plan(
-        module,
-        batch,
-        devices=devices,
-        memory=memory,
-        stages=stages,
-        chunks=chunks,
-        virtual_stages=virtual_stages,
-        checkpoint=checkpoint,
-        device=device,
-        flops=flops,
-    )
+    if what.endswith((".yaml", ".yml", ".json")):
+        for name, value in (("step", step), ("backbone", backbone)):
+            if value is not None:
+                arguments = [*arguments, f"--trainer.strategy.init_args.{name}={value}"]
+        with _quiet():
+            found = _configured(what, arguments, model, data, options["measured"])
+            module, strategy = found.module, found.strategy
+            batch = None if no_data else found.batch()
+        devices = devices or found.devices
+    elif model or data or no_data or arguments:
+        given = " ".join(arguments) or "--model, --data and --no-data"
+        raise ValueError(f"{given}: it goes with a configuration file alone.")
+    else:
+        module, batch = _made(what)
+        strategy = GPipeStrategy(backbone=backbone, step=step or "mini-batch")
+    if devices is None:
+        raise ValueError("Nothing says how many devices there are: give --devices.")
+    plans = strategy.plan(module, batch, devices=devices, **options)
     print(f"{plans}\n\n{plans.all[0]}")
     if plans.best is None:
         sys.exit(1)
 
 
+def _configured(
+    file: str, arguments: Sequence[str], model: str | None, data: str | None, is_real: bool
+) -> Configured:
+    try:
+        from lightning_gpipe.strategy.configured import configured
+    except ImportError as error:
+        raise ValueError(
+            "Configuration files need LightningCLI: pip install 'jsonargparse[signatures]'."
+        ) from error
+    if not os.path.isfile(file):
+        raise ValueError(f"There is no file {file}.")
+    module_class = None if model is None else _imported(model)
+    data_class = None if data is None else _imported(data)
+    return configured(file, arguments, module_class, data_class, is_real)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Lightning says of a Trainer that won't run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _made(factory: str) -> tuple[pl.LightningModule, Any]:
     """The module and the batch that a function of the user's makes; None: no batch."""
-    name, _, attribute = factory.partition(":")
-    if not (name and attribute):
-        raise ValueError(
-            f"{factory!r} names no function: give one as package.module:function, which returns"
-            " a LightningModule, or a LightningModule and a batch."
-        )
-    if os.getcwd() not in sys.path:  # as `python -m` finds modules
-        sys.path.insert(0, os.getcwd())
-    try:
-        make: Any = importlib.import_module(name)
-        for key in attribute.split("."):
-            make = getattr(make, key)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{factory!r} can't be imported: {error}.") from error
+    make = _imported(factory)
     made = make()
     module, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, pl.LightningModule):
@@ -90,3 +113,22 @@ def _made(factory: str) -> tuple[pl.LightningModule, Any]:
             " `lightning`, or a LightningModule and a batch."
         )
     return module, batch
+
+
+def _imported(name: str) -> Any:
+    """What is found under ``package.module:name``."""
+    place, _, attribute = name.partition(":")
+    if not (place and attribute):
+        raise ValueError(
+            f"{name!r} is neither a configuration file (*.yaml) nor package.module:name of a class,"
+            " or of a function that returns a LightningModule, alone or with a batch."
+        )
+    if os.getcwd() not in sys.path:  # as `python -m` finds modules
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(place)
+        for key in attribute.split("."):
+            found = getattr(found, key)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} can't be imported: {error}.") from error
+    return found

@@ -107,6 +107,9 @@ def _reached(
         redirections.take_over(body)
         redirections.add(body, reached)
         uses = _Uses({id(fake): key for key, fake in _pretend(module, kept, place).items()})
+        module.__dict__.update(
+            log=_nothing, log_dict=_nothing
+        )  # no trainer runs that would take it
         given = tree_map(lambda leaf: _alike(leaf, place), batch)
         with torch.enable_grad(), place.mode, uses:
             _step(module, given, is_example)
@@ -120,6 +123,9 @@ def _reached(
         for part, attributes in kept:
             attributes.restore(part)
     return None
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _tensors_of(part: nn.Module) -> list[Tensor]:
