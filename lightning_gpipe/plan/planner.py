@@ -139,7 +139,7 @@ class Planner:
         """
         found: dict[tuple[int, ...], Plan] = {}
         reason = f"no number of stages in {list(choices.stages)} divides {devices} devices"
-        for each in choices.settings(settings):
+        for each in self._different(choices.settings(settings), choices.chunks is None):
             stages = int(each.stages)
             if devices % stages:
                 continue
@@ -148,10 +148,6 @@ class Planner:
             except ValueError as error:
                 reason = str(error)
                 continue
-            if choices.chunks is None:  # no more than a run with chunks="auto" takes
-                auto = replace(each, chunks="auto")
-                chunks = decide_chunks(int(each.chunks), auto, self._body, self.sample, self.warn)
-                each = replace(each, chunks=chunks)
             plan = self.plan(each, devices // stages)
             again = recomputed(plan.settings.recomputing, plan.micro_batches)
             found.setdefault((stages, plan.micro_batches, each.virtual_stages, again), plan)
@@ -159,6 +155,21 @@ class Planner:
             raise ValueError(f"Nothing can be planned: {reason}")
         plans = Plans.of(list(found.values()))
         return Plans((self._with_depth(plans.all[0]), *plans.all[1:]))
+
+    def _different(self, all_settings: Iterator[Settings], is_auto: bool) -> Iterator[Settings]:
+        """Those whose steps differ; with no more micro-batches than ``chunks="auto"`` takes."""
+        counts: dict[int, int] = {}
+        seen = set()
+        for each in all_settings:
+            chunks = int(each.chunks)
+            if chunks not in counts:
+                auto = replace(each, chunks="auto") if is_auto else each
+                decided = decide_chunks(chunks, auto, self._body, self.sample, self.warn)
+                counts[chunks] = micro_batches(decided, self.sample)
+            key = (each.stages, counts[chunks], each.virtual_stages, each.checkpoint)
+            if key not in seen:
+                seen.add(key)
+                yield replace(each, chunks=counts[chunks]) if is_auto else each
 
     def _with_depth(self, plan: Plan) -> Plan:
         """A plan that tells how often the model's repeated block may come."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from lightning_gpipe.schedule.actions import Action, Op, Schedule
@@ -26,6 +27,7 @@ _SHARES = 1.0, 0.75, 0.5
 _SLACK_RECOMPUTED, _SLACK_KEPT = 1.01, 1.005
 
 
+@lru_cache(maxsize=8)  # a plan asks for the same more than once
 def search(
     placement: tuple[int, ...],
     micro_batches: int,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -98,10 +99,11 @@ class PlanningStrategy(SavingStrategy):
             Choices.around(settings, devices), **{k: tuple(v) for k, v in given.items() if v}
         )
         place = torch.device(device) if device is not None else _accelerator()
+        batch, input = map(self.precision_plugin.convert_input, (batch, input))
         with (
             warnings.catch_warnings(),
             preserved(torch.device("cpu")),
-            _built(module),
+            _built(module, self.precision_plugin),
             self.precision_plugin.forward_context(),
         ):
             warnings.simplefilter("ignore")  # the run's own will warn
@@ -176,23 +178,47 @@ def _accelerator() -> torch.device:
 
 
 @contextmanager
-def _built(module: pl.LightningModule) -> Iterator[None]:
-    """Let a module have its layers inside, on the meta device, if it has not; then be as before."""
+def _built(module: pl.LightningModule, precision: Precision) -> Iterator[None]:
+    """Let a module be as a run has it, built and in its precision; then be as before.
+
+    Layers that it hasn't yet are on the meta device.
+    """
     kept = [(part, Attributes(part)) for part in module.modules()]
     try:
         if is_overridden("configure_model", module):
             try:
-                with torch.device("meta"):
+                with torch.device("meta"), precision.module_init_context():
                     module.configure_model()
             except Exception as error:
                 raise ValueError(
                     "configure_model() can't run on the meta device, where tensors have no values"
                     f" ({type(error).__name__}: {error}): call it before the plan is made."
                 ) from error
+        converted = next(precision.convert_module(nn.Linear(1, 1)).parameters())
+        _convert(module, converted.dtype)
         yield
     finally:
         for part, attributes in kept:
             attributes.restore(part)
+
+
+def _convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put converted tensors in the places of a module's, as some precisions do."""
+    if dtype == torch.get_default_dtype():
+        return
+    known: dict[int, Tensor] = {}
+    for part in module.modules():
+        held: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+        for entries in held:
+            for name, tensor in entries.items():
+                if tensor is not None and tensor.is_floating_point():
+                    if id(tensor) not in known:
+                        found = tensor.detach().to(dtype)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        known[id(tensor)] = (
+                            nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+                        )
+                    entries[name] = known[id(tensor)]
 
 
 def _optimizers_of(module: pl.LightningModule) -> list[Optimizer] | None:

@@ -1,0 +1,172 @@
+"""What is chosen by memory: recompute, micro-batches, and how deep a model can be."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.plan.plans import Plan
+from tests.ranks import run_ranks
+from tests.training import train
+
+WIDTH, SAMPLES = 32, 256
+
+
+class Deep(L.LightningModule):
+    """Blocks of two layers, between an embedding and a head that share a weight or not."""
+
+    def __init__(self, blocks: int, ties: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH, bias=False)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.GELU()]
+        for _ in range(blocks):
+            layers += [nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)]
+        self.backbone = nn.Sequential(*layers, nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        if ties:
+            self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.head(self.backbone(self.embedding(batch))).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(2 * SAMPLES, WIDTH), SAMPLES)
+
+
+def plan(module: L.LightningModule, **options: Any) -> Plan:
+    """The layout that a strategy says, on two devices."""
+    chosen = {"chunks": 8, "stages": 2, "memory_limit": None, **options}
+    (found,) = (
+        GPipeStrategy(**chosen)
+        .plan(
+            module,
+            torch.ones(SAMPLES, WIDTH),
+            devices=2,
+            device="cpu",
+            virtual_stages=[1],
+            chunks=[chosen["chunks"]],
+            checkpoint=[chosen.get("checkpoint", "always")],
+        )
+        .all
+    )
+    return found
+
+
+def test_as_little_is_recomputed_as_fits() -> None:
+    held = {m: plan(Deep(8), checkpoint=m or "never").most for m in range(9)}
+    assert [*held.values()] == sorted(held.values(), reverse=True)
+    assert held[0] > held[4] > held[8]
+    for least in (0, 3, 8):
+        found = plan(Deep(8), checkpoint="auto", memory_limit=held[least])
+        assert found.fits
+        assert held[found.settings.checkpoint if least else 0] == held[least]  # type: ignore[index]
+        before = plan(Deep(8), checkpoint="auto", memory_limit=held[least] - 1)
+        assert before.most < held[least] or not before.fits
+
+
+class Watch(L.Callback):
+    """Keeps what a run decided."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        cut = trainer.strategy._run.pipeline._state
+        around = cut.surroundings
+        most = max(memory.total for memory in cut.memory.most)
+        self.found = around.settings.checkpoint, around.chunks, most
+
+
+def fitted_in_runs() -> list[tuple[Any, Any, int]]:
+    watch, found = Watch(), []
+    for options in FITTED:
+        strategy = GPipeStrategy(stages=2, **options)
+        train(Deep(8), max_epochs=1, devices=2, strategy=strategy, callbacks=[watch])
+        found.append(watch.found)
+    return found
+
+
+FITTED: list[dict[str, Any]] = [
+    {"chunks": 8, "checkpoint": "auto", "memory_limit": "1GB"},
+    {"chunks": 8, "checkpoint": "auto", "memory_limit": "700kB"},
+    {"chunks": "auto", "checkpoint": "always", "memory_limit": "480kB"},
+]
+
+
+def test_a_run_chooses_what_a_plan_tells() -> None:
+    planned = [plan(Deep(8), **{**options, "chunks": 8}) for options in FITTED[:2]]
+    planned.append(plan(Deep(8), **{**FITTED[2], "chunks": 16}))
+    expected = [(p.settings.checkpoint, p.settings.chunks, p.most) for p in planned]
+    for chosen in run_ranks(fitted_in_runs, 2):
+        assert chosen == expected
+    assert expected[0][0] == "never"
+    assert expected[1][0] in range(1, 8)
+    fewer = plan(Deep(8), **{**FITTED[2], "chunks": 8})  # which "auto" takes without a limit
+    assert not fewer.fits
+
+
+def deepest_by_hand(limit: int, **options: Any) -> int:
+    """How many blocks fit, of models that are built."""
+    fitting = [n for n in range(1, 30) if plan(Deep(n, **options), memory_limit=limit).fits]
+    return max(fitting, default=0)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_largest_depth_is_that_of_models_that_are_built(ties: bool) -> None:
+    for limit in (400_000, 1_000_000):
+        depth = plan(Deep(4, ties), memory_limit=limit).depth
+        assert depth is not None
+        assert (depth.block.start, depth.block.length) == (2, 2)
+        assert depth.most == deepest_by_hand(limit, ties=ties)
+    nothing = plan(Deep(4, ties), memory_limit=1000).depth
+    assert nothing is not None
+    assert nothing.most is None
+
+
+def test_memory_that_is_not_known_is_asked_for() -> None:
+    strategy = GPipeStrategy(8, checkpoint="auto")
+    with pytest.raises(ValueError, match="memory_limit"):
+        train(Deep(1), devices=1, strategy=strategy, max_epochs=1)
+
+
+def test_replicas_share_the_optimizer_states() -> None:
+    held = []
+    for shares in (False, True):
+        strategy = GPipeStrategy(8, stages=1, shard_optimizer_state=shares)
+        x = torch.ones(SAMPLES, WIDTH)
+        found = strategy.plan(Deep(8), x, devices=4, device="cpu", checkpoint=["always"]).all[0]
+        (stage,) = found.stages
+        assert stage.memory.optimizer is not None
+        held.append(stage.memory.optimizer)
+    assert held[0] / 4 <= held[1] < held[0] / 3
+
+
+class Slow(nn.Module):
+    """Takes its time, forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x * 2
+
+
+def test_measured_layers_tell_seconds() -> None:
+    module = Deep(1)
+    module.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), Slow(), nn.Linear(WIDTH, WIDTH))
+    x = torch.ones(SAMPLES, WIDTH)
+    strategy = GPipeStrategy(4, stages=1, checkpoint="never")
+    options: dict[str, Any] = {"devices": 1, "device": "cpu", "checkpoint": ["never"]}
+    (found,) = strategy.plan(module, x, measured=True, **options).all
+    assert found.is_measured
+    assert found.seconds is not None
+    assert 4 * 0.02 < found.seconds < 1
+    assert "by what layers took alone" in str(strategy.plan(module, x, measured=True, **options))
+    with pytest.raises(ValueError, match="Layers on the meta device have no values"):
+        strategy.plan(Deep(1).to("meta"), x, measured=True, **options)

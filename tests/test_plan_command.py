@@ -1,0 +1,113 @@
+"""``lightning-gpipe plan``, on configuration files and on functions that make a module."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_gpipe import cli
+from tests import expected_memory
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning uses what jsonargparse deprecates
+DIGITS = ["--model", "digits:DigitsModel", "--data", "digits:DigitsData"]
+
+
+def made() -> tuple[L.LightningModule, Any]:
+    module = expected_memory.Transformer()
+    return module, next(iter(module.train_dataloader()))
+
+
+def nothing() -> int:
+    return 3
+
+
+def test_the_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--devices", "2", "--chunks", "4,8", "--checkpoint", "always,2"]
+    cli.main(["plan", f"{__name__}:made", *options, "--memory", "16GB"])
+    said = capsys.readouterr().out
+    assert "Stages | Replicas | Virtual" in said
+    assert "layouts fit in 16.0 GB a device" in said
+    assert "8 layers of 'backbone' on" in said
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", f"{__name__}:made", *options, "--memory", "10kB"])
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("made", "neither a configuration file"),
+        ("tests.nowhere:made", "can't be imported"),
+        (f"{__name__}:unmade", "can't be imported"),
+        (f"{__name__}:nothing", "returned a int"),
+    ],
+)
+def test_the_command_says_what_is_wrong(factory: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["plan", factory, "--devices", "2"])
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The example's configuration file; its classes can be imported."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return str(EXAMPLES / "gpipe.yaml")
+
+
+def row_of_stage(said: str, stage: int) -> list[str]:
+    found = re.search(rf"^{stage} +\| .*$", said.split("layers of")[-1], re.MULTILINE)
+    assert found is not None
+    return [cell.strip() for cell in found[0].split("|")]
+
+
+def test_a_configuration_file_is_planned(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", example, *DIGITS, "--stages", "2", "--checkpoint", "never"])
+    screen = capsys.readouterr()
+    assert "16 layers of 'backbone' on 2 stages, 8 micro-batches of 8 samples" in screen.out
+    row = row_of_stage(screen.out, 0)
+    assert row[5].endswith("kB")  # AdamW's states: its scheduler asks for the trainer's epochs
+    assert screen.err == ""
+
+
+def test_arguments_of_fit_go_with_the_file(
+    example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [example, *DIGITS, "--devices", "2", "--stages", "2", "--checkpoint", "never"]
+    held = []
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        given = ["--trainer.strategy.init_args.chunks=16", "--step", "micro-batch"]
+        cli.main(["plan", *options, f"--trainer.precision={precision}", *given])
+        said = capsys.readouterr().out
+        assert "16 micro-batches of 4 samples, checkpoint=never, step=micro-batch" in said
+        held.append(row_of_stage(said, 1))
+    assert held[0][3] == held[1][3]
+    assert len({row[3] for row in held}) == 2  # weights of half the size
+    assert len({row[7] for row in held}) == 3  # and activations
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Name the classes that the file doesn't"),
+        ([*DIGITS, "--trainer.speed=9"], "speed"),
+        ([*DIGITS, "--trainer.devices=auto"], "give --devices"),
+        ([*DIGITS, "--no-data"], "no example_input_array"),
+        ([*DIGITS, "--data.batch_size=-1"], "The data can't be loaded"),
+    ],
+)
+def test_what_a_file_lacks_is_told(example: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["plan", example, *arguments])
+
+
+def test_what_goes_with_a_file_alone_is_told() -> None:
+    for given in (["--trainer.devices=2"], ["--no-data"]):
+        with pytest.raises(SystemExit, match="goes with a configuration file alone"):
+            cli.main(["plan", f"{__name__}:made", "--devices", "2", *given])
+    with pytest.raises(SystemExit, match=r"There is no file nowhere\.yaml"):
+        cli.main(["plan", "nowhere.yaml"])
