@@ -294,6 +294,24 @@ def test_initial_weights_are_the_same_for_every_number_of_stages(kind: str) -> N
             torch.testing.assert_close(value, trained[name], rtol=0, atol=1e-12, msg=name)
 
 
+def test_layers_on_meta_are_initialized_by_seeds_of_their_own() -> None:
+    """By hand: a layer's modules are reset after ``torch.manual_seed(seed + 1 + layer)``."""
+
+    def reset(parts: list[nn.Module], seed: int) -> None:
+        torch.manual_seed(seed)
+        for part in parts:
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+    module = Plain()
+    del module.backbone[-1]  # which no reset_parameters computes
+    inside = {*module.backbone.modules()}
+    reset([part for part in module.modules() if part not in inside], 11)
+    for index in reversed(range(len(module.backbone))):  # a shared weight is the first layer's
+        reset([*module.backbone[index].modules()], 11 + 1 + index)
+    _equal_weights(run_ranks(fit, 2, "OnMeta", 2), own(module))
+
+
 def test_a_module_is_built_as_in_an_ordinary_run() -> None:
     first, _, _ = fit("Plain", None)
     _equal_weights(run_ranks(fit, 2, "InConfigureModel", 2), first)
