@@ -11,14 +11,13 @@ stage hold them, and no stage computes the logits of more than one micro-batch a
 
 import argparse
 import math
-import resource
-import time
 from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import lightning as L
 import torch
+from common import Cost, add_options
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -154,15 +153,8 @@ def parse_arguments() -> argparse.Namespace:
         description="Train a small GPT on English text, cut into a pipeline of stages.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    gpus = torch.cuda.device_count()
     parser.add_argument("--file", type=Path, help="text; without it that of Python's own help")
-    parser.add_argument(
-        "--stages", type=int, default=gpus or 2, help="stages of the pipeline, one process each"
-    )
-    parser.add_argument(
-        "--chunks", type=int, default=8, help="micro-batches that a mini-batch of 64 is split into"
-    )
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training text")
+    add_options(parser, chunks=8, epochs=2)
     return parser.parse_args()
 
 
@@ -171,28 +163,27 @@ def main() -> None:
     L.seed_everything(1)
     data = Text(arguments.file, length=64, batch_size=64)
     model = GPT(len(data.characters))
+    cost = Cost()
     trainer = L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=arguments.stages,
         strategy=GPipeStrategy(chunks=arguments.chunks, step="micro-batch"),
         max_epochs=arguments.epochs,
         logger=CSVLogger("logs", name="language_model"),
+        callbacks=[cost],
         log_every_n_steps=5,
     )
-    start = time.perf_counter()
     trainer.fit(model, data)
-    summarize(trainer, data, time.perf_counter() - start)
+    summarize(trainer, data, cost)
 
 
 @rank_zero_only
-def summarize(trainer: L.Trainer, data: Text, seconds: float) -> None:
+def summarize(trainer: L.Trainer, data: Text, cost: Cost) -> None:
     perplexity = math.exp(trainer.callback_metrics["val_loss"])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"Perplexity:         {perplexity:.7f}")
-    print(f"Unigram perplexity: {data.unigram_perplexity():.4f}")
-    print(f"Time:               {seconds:.0f} s")
-    print(f"Peak memory:        {peak:.0f} MB, of the first stage's process")
-    print(f"Logs:               {trainer.logger.log_dir}")
+    print(f"Perplexity:          {perplexity:.7f}")
+    print(f"Unigram perplexity:  {data.unigram_perplexity():.4f}")
+    print(cost)
+    print(f"Logs:                {trainer.logger.log_dir}")
 
 
 if __name__ == "__main__":

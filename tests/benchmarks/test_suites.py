@@ -7,9 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.benchmarks.amoebanet import amoebanet_d
 from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, Turn, take_turns
 
@@ -69,14 +66,3 @@ def test_a_contestant_that_fails_has_a_word_in_the_table() -> None:
     assert results["a"].error == "ValueError: no such thing"
     assert results["b"].error
     assert len(results["c"].step_s) == 2
-
-
-@pytest.mark.parametrize(("cells", "width", "count"), [(18, 256, 122_470_120)])
-def test_amoebanet_has_as_many_parameters_as_others_count(
-    cells: int, width: int, count: int
-) -> None:
-    import torch
-
-    with torch.device("meta"):
-        layers = amoebanet_d(cells, width, 1000)
-    assert sum(p.numel() for layer in layers for p in layer.parameters()) == count

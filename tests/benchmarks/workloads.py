@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks.amoebanet import amoebanet_d
+from examples.models.amoebanet import amoebanet_d
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def amoebanet(batch: int = 32, cells: int = 6, width: int = 32, size: int = 64) 
     """A small AmoebaNet-D; tuples cross the stages."""
 
     def layers() -> list[nn.Module]:
-        return amoebanet_d(cells, width, 10)
+        return [*amoebanet_d(cells, width, 10)]
 
     def data(chunks: int) -> tuple[Tensor, Tensor]:
         return torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,))

@@ -1,7 +1,8 @@
-"""AmoebaNet-D as a list of cells; a cell gives (its output, its input) to the next.
+"""AmoebaNet-D (L, D) of the GPipe paper as a sequence of cells.
 
-The genotype is that of the GPipe paper's image models; see Real et al. 2018. A cell has five blocks
-of two operations; each reads one of the states before it.
+The genotype is that of Real et al. 2018. A cell has five blocks of two operations, each of which
+reads one of the states before it, and gives (its output, its input) to the next cell: two tensors
+cross from one stage to the next.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ class Cell(nn.Module):
     ) -> None:
         super().__init__()
         self.now = ReluConv(given[0], width)
-        before, width_before = given[1], width
         self.before: nn.Module = (
-            FactorizedReduction(before, width_before) if was_halved else ReluConv(before, width)
+            FactorizedReduction(given[1], width) if was_halved else ReluConv(given[1], width)
         )
         self.operations = nn.ModuleList(
             _operation(kind, width, 2 if halves and place < 2 else 1) for place, kind in genotype
@@ -140,9 +140,9 @@ class Cell(nn.Module):
 class Stem(nn.Module):
     """The first convolution."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, width, 3, 2, 1, bias=False)
+        self.conv = nn.Conv2d(channels, width, 3, 2, 1, bias=False)
         self.norm = nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> _States:
@@ -162,23 +162,27 @@ class Classifier(nn.Module):
         return result
 
 
-def amoebanet_d(cells: int, width: int, classes: int) -> list[nn.Module]:
-    """AmoebaNet-D (L, D).
+def amoebanet_d(cells: int, width: int, classes: int, channels: int = 3) -> nn.Sequential:
+    """AmoebaNet-D (L, D): ``cells`` + 6 layers, from images [batch, channels, H, W] to logits.
+
+    Height and width are halved five times; of an image of 32 pixels one is left.
 
     Args:
         cells: L, the number of normal cells, a multiple of 3.
-        width: D; the channels begin with a quarter of it and double at each reduction.
+        width: D; cells begin with a quarter of it, and it doubles at each reduction.
         classes: Of images.
+        channels: Of an image.
     """
+    if cells % 3:
+        raise ValueError(f"AmoebaNet-D has a multiple of 3 normal cells, got cells={cells}")
     inside = width // 4
-    stem = Stem(inside)
-    layers: list[nn.Module] = [stem]
+    layers: list[nn.Module] = [Stem(channels, inside)]
     given, was_halved = (inside, inside), False
-    kinds = [True, True, *(kind for _ in range(3) for kind in (*[False] * (cells // 3), True))][:-1]
-    for halves in kinds:
+    third = [False] * (cells // 3)
+    for halves in (True, True, *third, True, *third, True, *third):
         inside *= 2 if halves else 1
         genotype, out = (REDUCTION, REDUCTION_OUT) if halves else (NORMAL, NORMAL_OUT)
         cell = Cell(given, inside, genotype, out, halves, was_halved)
         layers.append(cell)
         given, was_halved = (cell.channels, given[0]), halves
-    return [*layers, Classifier(given[0], classes)]
+    return nn.Sequential(*layers, Classifier(given[0], classes))

@@ -1,0 +1,1 @@
+"""Scripts to run and to copy from; ``examples.models`` can be imported from the repository."""
