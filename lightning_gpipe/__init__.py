@@ -12,9 +12,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gpipe.model.blocks import Blocks
 from lightning_gpipe.strategy.gpipe import GPipeStrategy
+from lightning_gpipe.strategy.monitor import PipelineMonitor
 
 __version__ = "0.1.0"
-__all__ = ["Blocks", "GPipeStrategy", "__version__"]
+__all__ = ["Blocks", "GPipeStrategy", "PipelineMonitor", "__version__"]
 
 if "gpipe" not in StrategyRegistry:
     StrategyRegistry.register(

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_gpipe.monitor.merge import merge_traces
 from lightning_gpipe.state import conversion
 from lightning_gpipe.strategy import plan_command
 
@@ -54,7 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("file", metavar="FILE", help="the Lightning checkpoint")
     shard.add_argument("folder", metavar="FOLDER", help="the folder to write")
     shard.set_defaults(run=conversion.shard)
-    for command in (consolidate, shard):
+    merge = commands.add_parser(
+        "merge-traces",
+        help="make one trace of those that ranks have written",
+        description="Make one Chrome trace, for https://ui.perfetto.dev, of those that a"
+        " PyTorchProfiler has written on every rank.",
+    )
+    merge.add_argument("files", metavar="FILE", nargs="+", help="the trace of a rank")
+    merge.add_argument("out", metavar="OUT", help="the file to write")
+    merge.set_defaults(run=merge_traces)
+    for command in (consolidate, shard, merge):
         command.add_argument(
             "--overwrite", action="store_true", help="replace what is there under the new name"
         )

@@ -16,6 +16,7 @@ from lightning_gpipe.engine.executor import Executor, Links, Local
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.checkpoint import Checkpoint
@@ -57,7 +58,7 @@ class InProcess:
             )
             for k in range(count)
         }
-        self.executor = Executor(self.stages, links, HOST, Trial(ALONE), in_order=False)
+        self.executor = Executor(self.stages, links, Stopwatch(HOST), Trial(ALONE), in_order=False)
         self.chunks, self.checkpoint, self.calls = chunks, checkpoint, 0
 
     def step(self, value: Any, step: int = 0) -> tuple[Any, list[Tensor | None]]:

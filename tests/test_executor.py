@@ -15,12 +15,13 @@ from lightning_gpipe.engine.executor import Executor, Links, Local
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
-from lightning_gpipe.engine.stopwatch import Stopwatch
+from lightning_gpipe.engine.stopwatch import Recording, Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Action, Program, Schedule
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
+from lightning_gpipe.schedule.measured import durations
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import search
 from lightning_gpipe.schedule.simulate import simulate
@@ -61,7 +62,7 @@ def gradients_of(
         )
         for i in range(last + 1)
     }
-    executor = Executor(stages, links, HOST, Trial(ALONE), in_order=False)
+    executor = Executor(stages, links, Stopwatch(HOST), Trial(ALONE), in_order=False)
     batch = Tree.of(x, "The input")
     split = Split.plan(batch, micro_batches)
     source = BatchInput(batch, split, is_here=True)
@@ -168,11 +169,18 @@ def compute(seconds: float) -> None:
 
 def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None:
     watch = Stopwatch(HOST)
-    watch.is_on = True
-    for _ in range(3):
-        with watch.around(0, "F"):
+    recording = Recording(watch)
+    recording.resume()
+    for m in range(3):
+        with watch.around(Action(0, "F", m)):
             time.sleep(0.2)  # for a message
             compute(0.02)
-            with watch.action(0, "F"):
+            with watch.layers():
                 compute(0.01)
-    assert 0.03 <= watch.take()[0, "F"] < 0.2
+    recording.pause()
+    with watch.around(Action(0, "F", 3)), watch.layers():
+        pass
+    measured = recording.take()
+    assert [one.action.micro_batch for one in measured] == [0, 1, 2]
+    assert 0.03 <= durations(measured)[0, "F"] < 0.2
+    assert all(one.wait_s >= 0.19 for one in measured)

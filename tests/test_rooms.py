@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "gradients": {"comm", "model"},
     "state": {"comm", "model"},
     "failure": {"comm"},
+    "monitor": {"schedule", "plan"},
     "pipeline": {
         "schedule",
         "tensors",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["strategy"] = {*MAY_IMPORT}
 MAY_IMPORT["__init__"] = {*MAY_IMPORT}
-MAY_IMPORT["cli"] = {"state", "strategy"}
+MAY_IMPORT["cli"] = {"state", "strategy", "monitor"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 #: Who alone may import a library. Where a name stands here, so do the names below it.

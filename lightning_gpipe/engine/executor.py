@@ -129,7 +129,7 @@ class Executor:
     Args:
         stages: The stages of this rank by their index.
         links: What each of them is linked to.
-        device: Where they are.
+        watch: Measures actions, on the device where the stages are.
         trial: Whether a stage goes on that fails.
         in_order: Whether receives are posted where they stand among all messages.
     """
@@ -138,16 +138,15 @@ class Executor:
         self,
         stages: Mapping[int, Stage],
         links: Mapping[int, Links],
-        device: torch.device,
+        watch: Stopwatch,
         trial: Trial,
         in_order: bool,
     ) -> None:
         self._stages = dict(stages)
         self._links = dict(links)
-        self._device = device
+        self.watch = watch
         self._trial = trial
         self._in_order = in_order
-        self.watch = Stopwatch(device)
 
     @property
     def unsplit(self) -> list[int]:
@@ -176,6 +175,7 @@ class Executor:
             input_side: The mini-batch at the first stage.
             output_side: The mini-batch at the last stage.
         """
+        self.watch.samples = sum(sizes)
         calls = {index: stage.begin(context, sizes) for index, stage in self._stages.items()}
         return MiniBatch(plan, kept_graphs(plan.program), input_side, output_side, calls)
 
@@ -209,6 +209,7 @@ class Executor:
             retain: Whether its graphs are needed once more.
             before_last: Called before each stage's last backward.
         """
+        self.watch.section += 1
         self.announce(actions, batch)
         last = {action.stage: action for action in actions}
         layers_run = any(action.op in ("F", "R") for action in actions)
@@ -221,7 +222,7 @@ class Executor:
     @contextmanager
     def preserved_generators(self) -> Iterator[None]:
         """Put all random generators that layers draw from back at the end."""
-        with preserved(self._device), ExitStack() as stack:
+        with preserved(self.watch.device), ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(stage.preserved_generators())
             yield
@@ -250,7 +251,7 @@ class Executor:
         try:
             if self._in_order:
                 self._post_receives(action, batch)
-            with self.watch.around(action.stage, action.op):
+            with self.watch.around(action):
                 self._do(action, batch, retain, also)
         except RuntimeError:
             self._trial.end()
@@ -277,7 +278,7 @@ class Executor:
         inputs = self._trial.take(inputs)
         outputs: Tree | None = None
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.action(*action[:2]):
+            with self._trial.attempt(), self.watch.layers():
                 keep = (index, m) in batch.kept
                 outputs = self._stages[index].forward(call, m, inputs, flags, keep)
                 flags = call.micro_batches[m].output_requires_grad
@@ -288,7 +289,7 @@ class Executor:
 
     def _recompute(self, action: Action, batch: MiniBatch, retain: bool) -> None:
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.action(*action[:2]):
+            with self._trial.attempt(), self.watch.layers():
                 stage, call = self._stages[action.stage], batch.calls[action.stage]
                 stage.recompute(call, action.micro_batch, keep_input=retain)
 
@@ -312,7 +313,7 @@ class Executor:
         if call.micro_batches[m].needs_backward:
             gradients = self._trial.take(self._gradients_in(index, batch).take(m)[0]).leaves
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.action(*action[:2]):
+            with self._trial.attempt(), self.watch.layers():
                 if action.op == "B":
                     self._stages[index].backward(call, m, gradients, retain, hand_on, also)
                 else:
@@ -325,7 +326,7 @@ class Executor:
     def _backward_weights(self, action: Action, batch: MiniBatch) -> None:
         call = batch.calls[action.stage]
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.action(*action[:2]):
+            with self._trial.attempt(), self.watch.layers():
                 self._stages[action.stage].backward_weights(call, action.micro_batch)
         del call.micro_batches[action.micro_batch]
 

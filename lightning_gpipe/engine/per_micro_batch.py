@@ -132,6 +132,7 @@ class PerMicroBatch:
         weighting = Weighting(sizes, scale)
         running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
+        self._rank.executor.watch.section += 1
         self._rank.links.allow(plan.leads)
         self._batch_norm.begin(sizes)
         try:
@@ -181,7 +182,7 @@ class PerMicroBatch:
             watch = self._rank.executor.watch
             watch.begin_outside()
             self.outside.backward_before(running, action.micro_batch)
-            watch.end_outside(0, action.op)
+            watch.end_outside(action)
 
     def _run_without_backbone(self, running: Running) -> None:
         """Run steps that don't call the backbone."""
@@ -216,7 +217,7 @@ class PerMicroBatch:
             running.weighting.give(m, outcome.weight)
         if self._groups.is_last:
             self.outside.differentiate(running, m, outcome)
-        watch.end_outside(self._anchor, "F")
+        watch.end_outside(Action(self._anchor, "F", running.m))
 
     def call(self, value: Any, run_layer: RunLayer) -> Any:
         """Run the backbone for the micro-batch whose step runs."""
@@ -229,7 +230,7 @@ class PerMicroBatch:
                 " GPipeStrategy(step='mini-batch')."
             )
         running.has_called, watch = True, self._rank.executor.watch
-        watch.end_outside(self._anchor, "F")
+        watch.end_outside(Action(self._anchor, "F", running.m))
         with self.trace.suspended():
             given = Tree.of(outline_of(value), "The backbone's input")
             output, leaves = self._call(running, given, run_layer)

@@ -9,6 +9,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.executor import Executor
 from lightning_gpipe.engine.links import RankLinks
 from lightning_gpipe.engine.stage import Stage
+from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.schedule.placement import rounds
 
@@ -32,18 +33,21 @@ class Rank:
     trial: Trial
 
     @classmethod
-    def of(cls, stages: Mapping[int, Stage], groups: Groups, trial: Trial) -> Rank:
+    def of(
+        cls, stages: Mapping[int, Stage], groups: Groups, trial: Trial, watch: Stopwatch
+    ) -> Rank:
         """A rank that runs stages.
 
         Args:
             stages: The layers of this rank, by virtual stage.
             groups: The process groups.
             trial: Whether all stages go on when one fails.
+            watch: Measures what the stages do.
         """
         placement = rounds(groups.stages, len(stages))
         links = RankLinks(placement, groups)
         in_order = not groups.pipeline.through_host
-        executor = Executor(stages, links.of_stages, groups.device, trial, in_order)
+        executor = Executor(stages, links.of_stages, watch, trial, in_order)
         return cls(groups, placement, links, executor, trial)
 
     @property

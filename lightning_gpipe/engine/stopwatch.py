@@ -1,103 +1,176 @@
-"""How long the actions of a rank take, without what they wait for."""
+"""When the actions of a rank ran: told to who listens, and to PyTorch's profiler."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import profiler
 
-from lightning_gpipe.schedule.actions import Op
+from lightning_gpipe.schedule.actions import Action
+from lightning_gpipe.schedule.measured import Measured
 
 #: A moment: seconds, or an event on the device's stream.
 _Mark: TypeAlias = Any
-_Spans: TypeAlias = dict[tuple[int, Op], list[tuple[_Mark, _Mark]]]
+_NOTHING = nullcontext()
 
 
 class Stopwatch:
-    """Measures actions while it is on.
+    """Measures actions while somebody listens; see :class:`Recording`.
 
     Args:
         device: Where they run. On a GPU it is the time there that counts.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self.device = device
+        self.on_cuda = device.type == "cuda"
         self._since: _Mark = None
-        self._actions: _Spans = defaultdict(list)
-        self._outside: _Spans = defaultdict(list)
-        self._beside: dict[tuple[int, Op], list[float]] = defaultdict(list)
-        self._worked = 0.0
-        self.is_on = False
+        self.recordings: list[Recording] = []
+        #: When the layers of the action that runs began and ended, and their processor time.
+        self.of_layers: tuple[_Mark, _Mark, float] | None = None
+        #: Counts the parts of programs that all ranks of the pipeline run together.
+        self.section = 0
+        #: Samples of the mini-batch that has begun last.
+        self.samples = 0
 
-    def around(self, stage: int, op: Op) -> AbstractContextManager[None]:
+    def around(self, action: Action) -> AbstractContextManager[None]:
         """Run all that belongs to an action inside this context, such as its messages.
 
         What the processor does beside the layers' work counts as a part of the action. A GPU
-        doesn't wait for it.
+        doesn't wait for it. While PyTorch's profiler works, the action is a span there.
         """
-        return self._around(stage, op) if self.is_on and not self._on_cuda else nullcontext()
+        measuring = _Around(self, action) if self.recordings else _NOTHING
+        return _profiled(action, measuring) if profiler._is_profiler_enabled else measuring
 
-    @contextmanager
-    def _around(self, stage: int, op: Op) -> Iterator[None]:
-        begin, self._worked = time.thread_time(), 0.0
-        yield
-        self._beside[stage, op].append(time.thread_time() - begin - self._worked)
-
-    def action(self, stage: int, op: Op) -> AbstractContextManager[None]:
-        """Run an action inside this context."""
-        return self._action(stage, op) if self.is_on else nullcontext()
-
-    @contextmanager
-    def _action(self, stage: int, op: Op) -> Iterator[None]:
-        begin, worked = self._now(), time.thread_time()
-        yield
-        self._worked += time.thread_time() - worked
-        if self.is_on:
-            self._actions[stage, op].append((begin, self._now()))
+    def layers(self) -> AbstractContextManager[None]:
+        """Run the layers of an action inside this context."""
+        return _Layers(self) if self.recordings else _NOTHING
 
     def begin_outside(self) -> None:
         """Begin code of the user's outside the backbone."""
-        self._since = self._now()
+        self._since = self.now()
 
-    def end_outside(self, stage: int, op: Op) -> None:
+    def end_outside(self, action: Action) -> None:
         """End it, and count it as a part of an action."""
-        if self.is_on and self._since is not None:
-            self._outside[stage, op].append((self._since, self._now()))
-        self._since = None
+        since, self._since = self._since, None
+        if self.recordings and since is not None:
+            now = self.now()
+            self.tell(Measured(action, self.section, since, since, now, now, is_outside=True))
 
-    def take(self) -> dict[tuple[int, Op], float]:
-        """The time of each kind of action, in seconds; ends the measurement."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        found = {
-            key: statistics.median(map(self._seconds, spans))
-            for key, spans in self._actions.items()
-        }
-        for key, spans in self._outside.items():  # several a micro-batch
-            total = sum(map(self._seconds, spans))
-            found[key] = found.get(key, 0.0) + total / max(len(self._actions[key]), 1)
-        for key, seconds in self._beside.items():
-            found[key] = found.get(key, 0.0) + statistics.median(seconds)
-        self.is_on = False
-        self._beside.clear()
-        self._actions.clear()
-        self._outside.clear()
-        return found
+    def tell(self, measured: Measured) -> None:
+        """Tell all who listen."""
+        for recording in self.recordings:
+            recording.add(measured)
 
-    def _now(self) -> _Mark:
-        if not self.is_on:
+    def now(self) -> _Mark:
+        """This moment."""
+        if not self.recordings:
             return None
-        if not self._on_cuda:
+        if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, span: tuple[_Mark, _Mark]) -> float:
-        begin, end = span
-        return float(begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin)
+
+# Classes rather than generators: these run around every action.
+
+
+class _Around:
+    """All that belongs to an action."""
+
+    __slots__ = "_action", "_start", "_watch", "_worked"
+
+    def __init__(self, watch: Stopwatch, action: Action) -> None:
+        self._watch, self._action = watch, action
+
+    def __enter__(self) -> None:
+        self._watch.of_layers = None
+        self._worked, self._start = time.thread_time(), self._watch.now()
+
+    def __exit__(self, *error: object) -> None:
+        watch, ran = self._watch, self._watch.of_layers
+        if ran is None:
+            return
+        begin, end, inside = ran
+        done, beside = end, 0.0
+        if not watch.on_cuda:
+            done, beside = watch.now(), time.thread_time() - self._worked - inside
+        watch.tell(Measured(self._action, watch.section, self._start, begin, end, done, beside))
+
+
+class _Layers:
+    """The layers of an action."""
+
+    __slots__ = "_begin", "_watch", "_worked"
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._begin, self._worked = self._watch.now(), time.thread_time()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        worked = time.thread_time() - self._worked
+        if kind is None:
+            self._watch.of_layers = self._begin, self._watch.now(), worked
+
+
+@contextmanager
+def _profiled(action: Action, measuring: AbstractContextManager[None]) -> Iterator[None]:
+    with profiler.record_function(f"gpipe {action!r}"), measuring:
+        yield
+
+
+class Recording:
+    """What a stopwatch measures while this is on.
+
+    Args:
+        watch: The stopwatch.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._measured: list[Measured] = []
+
+    def resume(self) -> None:
+        """Be on."""
+        if self not in self._watch.recordings:
+            self._watch.recordings.append(self)
+
+    def pause(self) -> None:
+        """Be off."""
+        if self in self._watch.recordings:
+            self._watch.recordings.remove(self)
+
+    def add(self, measured: Measured) -> None:
+        """Keep what was measured."""
+        self._measured.append(measured)
+
+    def take(self) -> list[Measured]:
+        """What was measured since the last time, by ``time.perf_counter``; waits for a GPU."""
+        found, self._measured = self._measured, []
+        if not self._watch.on_cuda:
+            return found
+        torch.cuda.synchronize(self._watch.device)
+        last = torch.cuda.Event(enable_timing=True)
+        last.record()
+        last.synchronize()
+        now = time.perf_counter()
+
+        def seconds(event: _Mark) -> float:
+            return now - float(event.elapsed_time(last)) / 1e3
+
+        return [
+            one._replace(
+                start=seconds(one.start),
+                begin=seconds(one.begin),
+                end=seconds(one.end),
+                done=seconds(one.done),
+            )
+            for one in found
+        ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.stopwatch import Recording
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.measured import durations
 
 #: Mini-batches before the measurement, in which memory is allocated and kernels are chosen.
 _WARM_UP = 1
@@ -27,21 +29,23 @@ class Measuring:
         self._rank, self._schedules, self._groups = rank, schedules, groups
         self._is_wanted = schedules.depends_on_costs and groups.stages > 1
         self._mini_batches = 0
+        self._recording = Recording(rank.executor.watch)
 
     def end_mini_batch(self, steps: PerMicroBatch) -> None:
         """End a mini-batch that has trained. Collective over all ranks, once."""
         self._mini_batches += 1
-        watch = self._rank.executor.watch
         if not self._is_wanted:
             return
         if self._mini_batches == _WARM_UP:
-            watch.is_on = True
+            self._recording.resume()
         elif self._mini_batches == _WARM_UP + _SPLIT:
             self._schedules.splits = False
             steps.make_new_schedules()
         elif self._mini_batches == _WARM_UP + _SPLIT + _WHOLE:
             self._is_wanted, self._schedules.splits = False, True
-            own = watch.take(), self._rank.executor.unsplit, self._rank.links.message_s()
+            self._recording.pause()
+            own_times = durations(self._recording.take())
+            own = own_times, self._rank.executor.unsplit, self._rank.links.message_s()
             found = self._groups.pipeline.gather(own)
             found = self._groups.decide("costs", lambda: found)
             times = {key: time for part, _, _ in found for key, time in part.items()}

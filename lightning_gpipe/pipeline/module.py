@@ -132,6 +132,10 @@ class PipelinedModule:
         self._cut(found.sample, found.context)
         return NotImplemented
 
+    def message_s(self) -> float:
+        """Seconds that a boundary takes to another rank. Collective over the pipeline."""
+        return self._state.rank.links.message_s() if isinstance(self._state, Pipeline) else 0.0
+
     @property
     def parts(self) -> Parts | None:
         """What each rank goes on holding after the run; None: all the same."""
@@ -146,8 +150,7 @@ class PipelinedModule:
     def step_trace(self) -> StepTrace | None:
         """What follows the values of a step that runs once per micro-batch, while it does."""
         steps = self._steps
-        is_followed = steps and steps.is_running and not steps.trace.is_suspended
-        return steps.trace if steps and is_followed else None
+        return steps.trace if steps and steps.is_running and not steps.trace.is_suspended else None
 
     @property
     def _steps(self) -> PerMicroBatch | None:

@@ -17,6 +17,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.executor import BeforeLast
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
@@ -71,6 +72,7 @@ class Surroundings:
         inform: Prints a text on rank 0; others that follow say the same in fewer words.
         warn: Warns on rank 0.
         trial: Whether all stages go on when one fails.
+        watch: Measures what this rank's stages do.
     """
 
     settings: Settings
@@ -85,6 +87,7 @@ class Surroundings:
     inform: Callable[..., object]
     warn: Callable[[str], object]
     trial: Trial
+    watch: Stopwatch
 
 
 @dataclass(frozen=True, slots=True)

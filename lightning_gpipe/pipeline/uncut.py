@@ -233,7 +233,7 @@ class Uncut:
             part: Stage(layers, groups.device, deferred, groups.siblings)
             for part, layers in own.items()
         }
-        rank = Rank.of(stages, groups, around.trial)
+        rank = Rank.of(stages, groups, around.trial, around.watch)
         last_used = {  # whose backward comes last, of those that use it
             part: [slot for slot in placement.own if min(slot.parts) == part] for part in own
         }

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_gpipe.schedule.actions import Op
+
 #: Time of a backward, in forwards: one for the input's gradient, one for the weights'.
 BACKWARD_RATIO = 2.0
 
@@ -54,7 +56,7 @@ class Costs:
 
     @classmethod
     def measured(
-        cls, times: Mapping[tuple[int, str], float], stages: int, message: float = 0.0
+        cls, times: Mapping[tuple[int, Op], float], stages: int, message: float = 0.0
     ) -> Costs:
         """What was measured; what wasn't follows of the rest.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _distributed_is_initialized,
@@ -34,6 +35,11 @@ def seen_indices(batch_sampler: object) -> list[Any] | None:
     return seen
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step under which loggers get what is logged now."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 all_gather = _all_gather_ddp_if_available
 reduce = _sync_ddp_if_available
 distributed_is_initialized = _distributed_is_initialized
@@ -59,6 +65,7 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "init_distributed",
+    "logged_step",
     "reduce",
     "seen_indices",
 ]

@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+
+def log_picture(loggers: Iterable[Logger], name: str, pixels: Any, step: int) -> None:
+    """Give a picture to the loggers that take some.
+
+    Args:
+        loggers: The Trainer's.
+        name: The picture's.
+        pixels: An array ``[height, width, 3]`` of bytes.
+        step: The step that it belongs to.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(name, pixels, step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(name, [pixels], step=step)
 
 
 class LoggedSettings:

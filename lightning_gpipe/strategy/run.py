@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.engine.autograd import Behind
+from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.partition import Partition
@@ -32,6 +33,7 @@ from lightning_gpipe.strategy import (
     _lightning,
     callbacks,
     metrics,
+    monitor,
     patches,
     precision,
     refusals,
@@ -98,6 +100,7 @@ class Run:
                 inform=logged.print,
                 warn=rank_zero_warn,
                 trial=self._trial,
+                watch=(watch := Stopwatch(world.groups.device)),
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
             self.optimizer_states = OptimizerStates(self.pipeline)
@@ -114,6 +117,7 @@ class Run:
                 )
             )
             undo.callback(self._close_averages)
+            undo.enter_context(monitor.attached(trainer, watch, self.pipeline, world, settings))
             self.pipeline.to_device()
             undo.enter_context(
                 precision.over_stages(

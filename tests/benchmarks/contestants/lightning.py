@@ -64,7 +64,13 @@ class Same(Dataset[Any]):
 
 
 def gpipe(
-    workload: Workload, stages: int, chunks: int, checkpoint: Any, name: str = "", **options: Any
+    workload: Workload,
+    stages: int,
+    chunks: int,
+    checkpoint: Any,
+    name: str = "",
+    callbacks: Callable[[], list[L.Callback]] = list,
+    **options: Any,
 ) -> Contestant:
     """This package.
 
@@ -74,20 +80,27 @@ def gpipe(
         chunks: M.
         checkpoint: As the strategy's.
         name: For the table.
+        callbacks: Makes the Trainer's, beside what takes turns.
         options: Of the strategy.
     """
     options.setdefault("balance", [*workload.balance(stages * options.get("virtual_stages", 1))])
     name = name or f"lightning-gpipe, {options.get('step', 'mini-batch')} step"
     strategy = partial(GPipeStrategy, chunks, checkpoint=checkpoint, **options)
-    return Contestant(name, partial(_train, workload, chunks, strategy), stages)
+    return Contestant(name, partial(_train, workload, chunks, strategy, callbacks), stages)
 
 
 def trainer(workload: Workload, chunks: int) -> Contestant:
     """A Trainer alone, over whole mini-batches, in one process."""
-    return Contestant("plain Trainer", partial(_train, workload, chunks, lambda: "auto"), 1)
+    return Contestant("plain Trainer", partial(_train, workload, chunks, lambda: "auto", list), 1)
 
 
-def _train(workload: Workload, chunks: int, strategy: Any, turn: Turn) -> None:
+def _train(
+    workload: Workload,
+    chunks: int,
+    strategy: Any,
+    callbacks: Callable[[], list[L.Callback]],
+    turn: Turn,
+) -> None:
     turn.notes.append(notes)
     L.Trainer(
         accelerator="cpu",
@@ -98,5 +111,5 @@ def _train(workload: Workload, chunks: int, strategy: Any, turn: Turn) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Turns(turn)],
+        callbacks=[*callbacks(), Turns(turn)],
     ).fit(Module(workload), DataLoader(Same(partial(workload.batch, chunks)), batch_size=None))

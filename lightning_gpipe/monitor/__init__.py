@@ -1,0 +1,1 @@
+"""What is shown of a pipeline at work: figures, hints, timelines."""

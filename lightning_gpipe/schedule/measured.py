@@ -1,0 +1,66 @@
+"""What actions took, as it was measured: plain data."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lightning_gpipe.schedule.actions import Action, Op
+
+
+class Measured(NamedTuple):
+    """An action as a rank ran it. Times are seconds of one clock.
+
+    Args:
+        action: The action.
+        section: Counts the parts of programs that all ranks of a pipeline run together, such as the
+            forwards of a mini-batch.
+        start: When the rank came to it.
+        begin: When what it needs was there, and its layers began.
+        end: When they ended.
+        done: When its result was handed on.
+        beside_s: What the processor did for it beside the layers.
+        is_outside: Whether it isn't the action, but code of the user's that counts as a part of it.
+    """
+
+    action: Action
+    section: int
+    start: float
+    begin: float
+    end: float
+    done: float
+    beside_s: float = 0.0
+    is_outside: bool = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the rank worked for it."""
+        return self.end - self.begin + self.beside_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which it waited for messages."""
+        return max(self.done - self.start - self.busy_s, 0.0)
+
+
+def durations(measured: Iterable[Measured]) -> dict[tuple[int, Op], float]:
+    """What each kind of action of each stage takes, in seconds, without waits."""
+    layers: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    beside: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    outside: dict[tuple[int, Op], float] = defaultdict(float)
+    for one in measured:
+        key = one.action.stage, one.action.op
+        if one.is_outside:  # several a micro-batch
+            outside[key] += one.end - one.begin
+        else:
+            layers[key].append(one.end - one.begin)
+            beside[key].append(one.beside_s)
+    found = {
+        key: statistics.median(times) + statistics.median(beside[key])
+        for key, times in layers.items()
+    }
+    for key, total in outside.items():
+        found[key] = found.get(key, 0.0) + total / max(len(layers[key]), 1)
+    return found
