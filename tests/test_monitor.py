@@ -292,6 +292,18 @@ def test_a_trace_of_simulated_ranks(virtual: int) -> None:
     assert len({*colours.values()}) == len({"F", "R", "B", "wait"})
 
 
+def test_arrows_follow_a_backward_that_hands_on_its_gradient_early() -> None:
+    rows = [
+        [("F", 0.0, 1.0), ("B", 5.0, 6.0)],
+        [("F", 1.0, 2.0), ("B", 2.0, 12.0)],
+    ]
+    lines = [
+        Timeline(k, 0, k, [[Measured(Action(k, op, 0), 1, a, a, b, b) for op, a, b in row]])
+        for k, row in enumerate(rows)
+    ]
+    check_trace(chrome_trace(lines), 2, 2, 1, 2)
+
+
 @pytest.mark.skipif(not CAN_DRAW, reason="needs matplotlib")
 def test_a_picture_shows_what_was_measured(tmp_path: Path) -> None:
     rows = measured_of(fill_drain(rounds(2), 2, "always"), Costs.of([1e-3] * 2))

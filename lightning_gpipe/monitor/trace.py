@@ -25,7 +25,7 @@ COLOURS = {
     "B": "rail_response",
 }
 _WAIT_COLOUR, _OUTSIDE_COLOUR = "grey", "generic_work"
-#: Seconds from which on a wait is worth a slice.
+#: Seconds: what is shorter isn't seen.
 _VISIBLE = 1e-6
 
 
@@ -130,19 +130,22 @@ def _microseconds(seconds: float) -> float:
 
 
 def _flows(timelines: Sequence[Timeline], begin: float) -> Iterator[dict[str, Any]]:
-    """The way of each micro-batch: forwards, then the backwards for which a stage waits."""
+    """The way of each micro-batch: forwards, then the backwards for which a stage waits.
+
+    It goes by when they begin, since a backward hands its gradient on before it ends.
+    """
     ways: dict[tuple[int, int, int], list[tuple[float, int]]] = defaultdict(list)
     for line in timelines:
         for b, batch in enumerate(line.batches):
             for one in batch:
                 if one.action.op in "FBI" and not one.is_outside:
-                    middle = (one.begin + one.end) / 2 - begin
+                    inside = one.begin + min((one.end - one.begin) / 2, _VISIBLE) - begin
                     way = ways[line.replica, b, one.action.micro_batch]
-                    way.append((middle, line.stage))
+                    way.append((inside, line.stage))
     for number, ((replica, _, m), way) in enumerate(ways.items()):
         if len(way) == 1:
             continue
-        for i, (middle, stage) in enumerate(sorted(way)):
+        for i, (inside, stage) in enumerate(sorted(way)):
             phase = "s" if i == 0 else "f" if i == len(way) - 1 else "t"
             yield {
                 "ph": phase,
@@ -152,5 +155,5 @@ def _flows(timelines: Sequence[Timeline], begin: float) -> Iterator[dict[str, An
                 "cat": "gpipe",
                 "pid": replica,
                 "tid": stage,
-                "ts": _microseconds(middle),
+                "ts": _microseconds(inside),
             }
