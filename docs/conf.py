@@ -1,0 +1,50 @@
+"""Sphinx builds the documentation: ``python -m sphinx -W --keep-going docs docs/_build``."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "_ext")]
+
+from sphinx.application import Sphinx
+
+import lightning_gpipe
+
+project = "lightning-gpipe"
+copyright = "the lightning-gpipe developers"
+version = release = lightning_gpipe.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "drawings"]
+exclude_patterns = ["_build", "benchmarks/intro.md"]
+suppress_warnings = ["toc.empty_glob"]  # a page that isn't written yet
+
+myst_enable_extensions = ["deflist"]
+myst_fence_as_directive = ["mermaid"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = f"lightning-gpipe {version}"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+#: Pages that have others below them, in the sidebar alone: their text links to each.
+_BELOW = ("recipes/README", "decisions/README")
+
+
+def _add_pages_below(app: Sphinx, name: str, source: list[str]) -> None:
+    if name in _BELOW:
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n*\n```\n"
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _add_pages_below)
