@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "_ext")]
-
 from sphinx.application import Sphinx
 
 import lightning_gpipe
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "lightning-gpipe"
 copyright = "the lightning-gpipe developers"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from html import escape
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -49,7 +49,7 @@ class Mermaid(SphinxDirective):
 class Timeline(SphinxDirective):
     """What stages do when, in a mini-batch."""
 
-    option_spec = {
+    option_spec: ClassVar = {
         "stages": directives.positive_int,
         "chunks": directives.positive_int,
         "virtual": directives.positive_int,

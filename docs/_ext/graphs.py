@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from html import escape
@@ -33,7 +34,7 @@ def graph(lines: Sequence[str]) -> str:
         for row, bend in enumerate(bends, depth(a) + 1):
             rows[row].append(bend)
         chains.append([a, *bends, b])
-    links = [pair for chain in chains for pair in zip(chain, chain[1:], strict=False)]
+    links = [pair for chain in chains for pair in itertools.pairwise(chain)]
     for turn in range(8):  # neighbours above and below by turns pull a node to their middle
         order = range(1, len(rows)) if turn % 2 == 0 else range(len(rows) - 2, -1, -1)
         for row in order:
