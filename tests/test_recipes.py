@@ -264,4 +264,5 @@ def test_hidden_states_cannot_be_recorded() -> None:
 
 def test_every_page_is_tested() -> None:
     others = {"README", "transformers"}
-    assert {path.stem for path in PAGES.glob("*.md")} - others == RECIPES.keys()
+    scripts = {"gpt_from_scratch", "unet", "vae", "contrastive", "fine_tuning"}  # see test_docs.py
+    assert {path.stem for path in PAGES.glob("*.md")} - others - scripts == RECIPES.keys()

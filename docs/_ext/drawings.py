@@ -2,11 +2,12 @@
 
 ``mermaid`` draws the two kinds of diagrams that the documentation has, so that the same text is a
 drawing here and where Markdown is shown as it is. ``schedule`` draws what the package's own
-simulator says.
+simulator says, and ``command`` prints what a command says of itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from html import escape
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from graphs import graph, sequence
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from lightning_gpipe import cli
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.costs import Costs
@@ -98,6 +100,20 @@ class Timeline(SphinxDirective):
         return _drawing("".join(parts), f"{name}: {found.length:g} long", "drawing timeline")
 
 
+class Command(SphinxDirective):
+    """The help of a command and of each of its subcommands."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        parser = cli._parser()
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        return [
+            nodes.literal_block(text := each.format_help().strip(), text, language="text")
+            for each in commands.choices.values()
+        ]
+
+
 def _drawing(svg: str, text: str, kind: str = "drawing") -> list[nodes.Node]:
     """A drawing where there is HTML, and its text where there isn't."""
     label = escape(re.sub(r"\s+", " ", text)[:200], quote=True)
@@ -107,6 +123,7 @@ def _drawing(svg: str, text: str, kind: str = "drawing") -> list[nodes.Node]:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
+    app.add_directive("command", Command)
     app.add_directive("mermaid", Mermaid)
     app.add_directive("schedule", Timeline)
     return {"parallel_read_safe": True}
