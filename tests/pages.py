@@ -1,6 +1,6 @@
 """Runs the code of a page of the documentation, as a script that a reader would copy.
 
-    python tests/pages.py PAGE [--devices N] [--steps N] [--save FILE]
+    python tests/pages.py PAGE [--devices N] [--steps N]
 
 All ``python`` blocks of a page share a namespace. One below the comment ``<!-- not run: why -->``
 is left out. What several pages need in order to be short stands in PREAMBLE.
@@ -9,14 +9,14 @@ is left out. What several pages need in order to be short stands in PREAMBLE.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
 _BLOCK = re.compile(r"(<!-- not run: .+? -->\n+)?^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -78,28 +78,33 @@ def left_out(page: Path) -> int:
     return sum(match[1] is not None for match in _BLOCK.finditer(page.read_text()))
 
 
-def run(page: Path, devices: int | None = None) -> dict[str, Any]:
+def run(page: Path, devices: int | None = None, steps: int | None = None) -> dict[str, Any]:
     """Run a page.
 
     Args:
         page: The file.
         devices: In place of those that it says; None: as it says.
+        steps: After which each fit ends, without a word; None: as it says.
 
     Returns:
         Its namespace.
     """
     names: dict[str, Any] = {"__name__": "page", "__file__": str(page)}
-    exec(compile(PREAMBLE, "the preamble of tests/pages.py", "exec"), names)
-    for line, code in blocks(page):
-        if devices is not None:
-            code = re.sub(r"\bdevices=\d+", f"devices={devices}", code)
-        exec(compile("\n" * line + code, str(page), "exec"), names)
+    with quietly(steps):
+        exec(compile(PREAMBLE, "the preamble of tests/pages.py", "exec"), names)
+        for line, code in blocks(page):
+            if devices is not None:
+                code = re.sub(r"\bdevices=\d+", f"devices={devices}", code)
+            exec(compile("\n" * line + code, str(page), "exec"), names)
     return names
 
 
-def quietly(steps: int) -> None:
-    """Let every Trainer end soon, and say little."""
-    warnings.simplefilter("ignore")
+@contextmanager
+def quietly(steps: int | None) -> Iterator[None]:
+    """Let every Trainer say little, and end after some steps; None: as it says."""
+    if steps is None:
+        yield
+        return
     soon = {"max_steps": steps, "limit_val_batches": 1, "limit_test_batches": 1}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     ordinary: Any = L.Trainer.__init__
@@ -109,6 +114,12 @@ def quietly(steps: int) -> None:
         ordinary(self, **{"accelerator": "cpu", **logging, **options, **soon, **quiet})
 
     L.Trainer.__init__ = init  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        L.Trainer.__init__ = ordinary  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -116,13 +127,8 @@ def main() -> None:
     parser.add_argument("page", type=Path)
     parser.add_argument("--devices", type=int, help="in place of the page's")
     parser.add_argument("--steps", type=int, help="after which each fit ends")
-    parser.add_argument("--save", type=Path, help="where the model's weights go")
     arguments = parser.parse_args()
-    if arguments.steps is not None:
-        quietly(arguments.steps)
-    names = run(arguments.page, arguments.devices)
-    if arguments.save is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        torch.save(names["model"].state_dict(), arguments.save)
+    run(arguments.page, arguments.devices, arguments.steps)
 
 
 if __name__ == "__main__":

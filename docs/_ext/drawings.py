@@ -25,6 +25,8 @@ from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 
+#: Of the text beside the sidebars, in pixels.
+_WIDTH = 710
 _OPS = {
     "F": "forward",
     "R": "re-materialization",
@@ -71,7 +73,8 @@ class Timeline(SphinxDirective):
         costs = Costs.of([1.0 / virtual] * len(placement))
         made = Schedules(settings, placement, replicas=1, costs=costs).make(chunks)
         found = simulate(made, costs)
-        wide, high, left = 26, 30, 62
+        high, left = 30, 62
+        wide = min(26.0, (_WIDTH - left) / found.length)
         width = left + round(found.length * wide) + 8
         height = high * stages + 26
         parts = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">']
@@ -82,7 +85,7 @@ class Timeline(SphinxDirective):
             stage, op, m = span.action
             x, w = left + span.start * wide, (span.end - span.start) * wide
             y = high * span.rank
-            label = f"{op}{m}" if w >= 20 else str(m)
+            label = f"{op}{m}" if w >= 17 else str(m)
             title = f"{_OPS[op]} of micro-batch {m}"
             if virtual > 1:
                 title += f", part {stage}"
