@@ -76,14 +76,14 @@ def plan(
 def _configured(
     file: str, arguments: Sequence[str], model: str | None, data: str | None, is_real: bool
 ) -> Configured:
+    if not os.path.isfile(file):
+        raise ValueError(f"There is no file {file}.")
     try:
         from lightning_gpipe.strategy.configured import configured
     except ImportError as error:
         raise ValueError(
             "Configuration files need LightningCLI: pip install 'jsonargparse[signatures]'."
         ) from error
-    if not os.path.isfile(file):
-        raise ValueError(f"There is no file {file}.")
     module_class = None if model is None else _imported(model)
     data_class = None if data is None else _imported(data)
     return configured(file, arguments, module_class, data_class, is_real)
