@@ -160,7 +160,7 @@ def _measured(
     def filled(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        full = torch.zeros(leaf.shape, dtype=leaf.dtype)
+        full = torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
         full = full.normal_() if leaf.is_floating_point() else full
         return full.requires_grad_(leaf.requires_grad)
 
