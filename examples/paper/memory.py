@@ -83,7 +83,7 @@ def errors(points: Sequence[Point]) -> Table:
             here = [p for p in points if (p.stages, p.chunks) == (k, m)]
             off = [expected(p, factors) / p.held - 1 for p in here]
             least, most = (min(p.held for p in here) / MB, max(p.held for p in here) / MB)
-            row.append(f"{least:,.0f}–{most:,.0f} MB ({min(off):+.0%} to {max(off):+.0%})")
+            row.append(f"{least:,.0f} to {most:,.0f} MB ({min(off):+.0%} to {max(off):+.0%})")
         rows.append(row)
     return Table(["K", *(f"M={m}" for m in sorted({p.chunks for p in points}))], rows)
 

@@ -62,7 +62,7 @@ class Beside(nn.Module):
 
 
 class Loss(nn.Module):
-    """The last layer, and each text's loss: no stage keeps logits from micro-batch to micro-batch."""
+    """The last layer, and each text's loss: no stage keeps logits between micro-batches."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
