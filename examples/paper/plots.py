@@ -116,10 +116,13 @@ def largest(found: dict[str, list[tuple[str, float, float]]], path: Path) -> Non
     figure, row = _figure(len(found), 9.5, 3.4)
     for axes, (name, sizes) in zip(row, found.items(), strict=True):
         places = range(len(sizes))
-        for shift, column, what, colour in ((-0.2, 2, "paper", PAPER), (0.2, 1, "here", OURS)):
+        for shift, column, what, colour in (
+            (-0.2, 2, "paper", PAPER),
+            (0.2, 1, "here, bfloat16", OURS),
+        ):
             heights = [size[column] for size in sizes]
             bars = axes.bar([i + shift for i in places], heights, 0.38, color=colour, label=what)
-            axes.bar_label(bars, [f"{h:.2g}" if h else "none" for h in heights], fontsize=7)
+            axes.bar_label(bars, [_short(h) for h in heights], fontsize=7)
         axes.set_yscale("log")
         axes.set_xticks([*places], [size[0] for size in sizes], fontsize=8)
         axes.set_title(name, fontsize=10)
@@ -127,3 +130,9 @@ def largest(found: dict[str, list[tuple[str, float, float]]], path: Path) -> Non
     row[0].set_ylabel("parameters, billions")
     row[0].legend(fontsize=8, frameon=False, loc="upper left")
     _saved(figure, path)
+
+
+def _short(billions: float) -> str:
+    if not billions:
+        return "none"
+    return f"{billions:.0f}" if billions >= 10 else f"{billions:.2g}"

@@ -58,11 +58,11 @@ def _steps(by_stages: dict[int, tuple[float, ...]], chunks: int) -> dict[int, fl
     for k, found in by_stages.items():
         workload = Sleeping([FORWARD_S * share / chunks for share in found]).workload
         contestants.append(gpipe(workload, k, chunks, "always", f"{k}", **PAPERS))
-    results = take_turns(contestants, rounds=2, steps=1, warm_up=1)
+    results = take_turns(contestants, rounds=3, steps=1, warm_up=1)
     for result in results.values():
         if result.error:
             raise RuntimeError(result.error)
-    return {k: min(results[f"{k}"].step_s) for k in by_stages}
+    return {k: results[f"{k}"].median_s for k in by_stages}
 
 
 class Sleeping:
