@@ -16,13 +16,6 @@ version = release = lightning_gpipe.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "drawings"]
 exclude_patterns = ["_build", "benchmarks/intro.md"]
 
-#: Pages that are left out as long as there is nothing to say on them.
-_MISSING = {
-    "guide/monitor": not hasattr(lightning_gpipe, "PipelineMonitor"),
-    "paper": not (Path(__file__).parent / "paper.md").exists(),
-}
-exclude_patterns += [f"{name}.md" for name, is_missing in _MISSING.items() if is_missing]
-
 myst_enable_extensions = ["deflist"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
@@ -49,9 +42,6 @@ _BELOW = ("recipes/README", "decisions/README")
 def _complete_contents(app: Sphinx, name: str, source: list[str]) -> None:
     if name in _BELOW:
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n*\n```\n"
-    if name == "index":
-        for page, is_missing in _MISSING.items():
-            source[0] = source[0].replace(f"\n{page}\n", "\n") if is_missing else source[0]
 
 
 def setup(app: Sphinx) -> None:
