@@ -82,6 +82,7 @@ def document(kept: dict[str, Any], folder: Path) -> str:
         "slow_gbs": f"{speed.SLOW / 1e9:.0f}",
         "rate": speed.RATE / 1e12,
         "points": len(points),
+        "grown": fitting["AmoebaNet"][True][-1][2] / fitting["AmoebaNet"][True][1][2],
         "per_text": per_text / memory.MB,
         "per_layer": per_layer / memory.MB,
         **_causes(found, simulated),
@@ -102,7 +103,10 @@ def _causes(
     del three.layers[-1]
     no_loss = plans(three, [1], 1, "never", is_mixed=True)[1]
     last, paper = simulated["Transformer-48"][CHUNKS], published.FAST["Transformer-48"][CHUNKS]
-    partition = images.partition(images.settings(8, CHUNKS))
+    fullest = [
+        f"the fullest stage of {name} has {max(m.partition(m.settings(8, CHUNKS)).shares):.1%}"
+        for name, m in found.items()
+    ]
     run = partial(images.run, 8, CHUNKS)
     late = [1 - m.run(8, CHUNKS).length / m.late(8, CHUNKS).length for m in found.values()]
     layers = speed.even(len(images.model.layers), 8)
@@ -115,7 +119,7 @@ def _causes(
         "bound": 8 * 4 / (4 + 8 - 1),
         "gain": last[-1] / last[0],
         "gain_of_paper": paper[-1] / paper[0],
-        "uneven": f"AmoebaNet's fullest stage has {max(partition.shares):.1%} of the operations",
+        "uneven": f"Of all operations, {' and '.join(fullest)}",
         "late": min(late),
         "late_most": max(late),
         "cut": run(balance=layers).length / run().length - 1,

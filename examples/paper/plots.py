@@ -97,10 +97,16 @@ def memory(points: Sequence[Point], path: Path) -> None:
     right.plot(ends, ends, color="#555555", linewidth=1)
     right.set_xscale("log")
     right.set_yscale("log")
+    right.xaxis.set_major_locator(_ticks())
+    right.xaxis.set_major_formatter("{x:g}")
+    right.xaxis.set_minor_formatter("")
     right.set_xlabel("formula, MB")
     right.set_ylabel("planned, MB")
     right.set_title("all L and N", fontsize=9)
     for axes in (left, right):
+        axes.yaxis.set_major_locator(_ticks())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.legend(fontsize=8, frameon=False)
     _saved(figure, path)
 
@@ -116,14 +122,16 @@ def largest(found: dict[str, list[tuple[str, float, float]]], path: Path) -> Non
     figure, row = _figure(len(found), 9.5, 3.4)
     for axes, (name, sizes) in zip(row, found.items(), strict=True):
         places = range(len(sizes))
-        for shift, column, what, colour in (
-            (-0.2, 2, "paper", PAPER),
-            (0.2, 1, "here, bfloat16", OURS),
-        ):
+        for shift, column, what, colour in ((-0.2, 2, "paper", PAPER), (0.2, 1, "here", OURS)):
             heights = [size[column] for size in sizes]
             bars = axes.bar([i + shift for i in places], heights, 0.38, color=colour, label=what)
-            axes.bar_label(bars, [_short(h) for h in heights], fontsize=7)
+            axes.bar_label(bars, [_short(h) if h else "" for h in heights], fontsize=7)
+            for i, height in enumerate(heights):
+                if not height:
+                    axes.text(i + shift, 0.01, "none", ha="center", color=colour, fontsize=7,
+                              transform=axes.get_xaxis_transform())  # fmt: skip
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xticks([*places], [size[0] for size in sizes], fontsize=8)
         axes.set_title(name, fontsize=10)
         axes.margins(y=0.12)
@@ -132,7 +140,12 @@ def largest(found: dict[str, list[tuple[str, float, float]]], path: Path) -> Non
     _saved(figure, path)
 
 
-def _short(billions: float) -> str:
-    if not billions:
-        return "none"
-    return f"{billions:.0f}" if billions >= 10 else f"{billions:.2g}"
+def _ticks() -> Any:
+    """1, 2, 5, 10 and so on."""
+    from matplotlib.ticker import LogLocator
+
+    return LogLocator(subs=(1, 2, 5))
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

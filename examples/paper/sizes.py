@@ -65,6 +65,11 @@ def deepest(stages: int, is_mixed: bool) -> int:
 
 
 @cache
+def _size(cells: int, width: int) -> int:
+    return AmoebaNet(cells, width).size
+
+
+@cache
 def _amoebanets(cells: int, width: int, is_naive: bool, is_mixed: bool) -> dict[int, Plan]:
     model, memory = AmoebaNet(cells, width), LIMITS["AmoebaNet"]
     ks, chunks, mode = ([1], 1, "never") if is_naive else ([1, 2, 4, 8], CHUNKS, "always")
@@ -76,7 +81,9 @@ def widest(cells: int, stages: int, is_mixed: bool) -> int:
     least, most = 0, WIDEST // STEP + 1
     while most - least > 1:
         middle = (least + most) // 2
-        if _amoebanets(cells, middle * STEP, not stages, is_mixed)[stages or 1].fits:
+        width, k = middle * STEP, stages or 1
+        can = 12 * _size(cells, width) <= k * LIMITS["AmoebaNet"]  # or there is nothing to plan
+        if can and _amoebanets(cells, width, not stages, is_mixed)[k].fits:
             least = middle
         else:
             most = middle
@@ -89,7 +96,7 @@ def largest_amoebanet(stages: int, is_mixed: bool) -> tuple[int, int, int]:
     for cells in DEPTHS:
         width = widest(cells, stages, is_mixed)
         if width:
-            found.append((AmoebaNet(cells, width).size, cells, width))
+            found.append((_size(cells, width), cells, width))
     parameters, cells, width = max(found)
     return cells, width, parameters
 
