@@ -117,7 +117,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"whole numbers, such as 4,8, got {text!r}") from None
 
 
 def _checkpoints(text: str) -> tuple[str | int | float, ...]:

@@ -8,6 +8,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import cli
 from tests import expected_memory
@@ -74,6 +77,42 @@ def test_a_configuration_file_is_planned(example: str, capsys: pytest.CaptureFix
     assert screen.err == ""
 
 
+class Warming(L.LightningModule):
+    """Its optimizer's schedule asks for the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.backbone(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4)
+
+
+def test_a_schedule_may_ask_for_the_number_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "warming.yaml"
+    file.write_text(f"trainer: {{devices: 2, strategy: gpipe}}\nmodel: {__name__}.Warming\n")
+    cli.main(["plan", str(file), "--stages", "2", "--chunks", "2", "--checkpoint", "never"])
+    row = row_of_stage(capsys.readouterr().out, 0)
+    assert row[3] == row[5] == "288 B"  # of weights, and of momentum
+
+
+def test_numbers_that_are_none_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", f"{__name__}:made", "--devices", "2", "--chunks", "8,x"])
+    assert "whole numbers, such as 4,8, got '8,x'" in capsys.readouterr().err
+
+
 def test_arguments_of_fit_go_with_the_file(
     example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +134,7 @@ def test_arguments_of_fit_go_with_the_file(
     [
         ([], "Name the classes that the file doesn't"),
         ([*DIGITS, "--trainer.speed=9"], "speed"),
+        ([*DIGITS, "--devices=0"], "devices must be a whole number from 1"),
         ([*DIGITS, "--trainer.devices=auto"], "give --devices"),
         ([*DIGITS, "--no-data"], "no example_input_array"),
         ([*DIGITS, "--data.batch_size=-1"], "The data can't be loaded"),

@@ -20,7 +20,7 @@ from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.simulate import simulate
-from tests import expected_memory
+from tests import expected_memory, step_models
 from tests.ranks import run_ranks
 from tests.training import train
 
@@ -84,6 +84,44 @@ def test_a_plan_is_what_a_run_finds() -> None:
             assert kept == [4 * weights + 4 * len(outside), 0]  # and its steps, counted by tensor
         parts = sorted((part for stage in plan.stages for part in stage.layers), key=min)
         assert tuple(map(len, parts)) == sizes
+
+
+@pytest.mark.parametrize("name", ["Language", "Tied"])
+def test_what_stands_before_and_behind_the_backbone_is_held_there(name: str) -> None:
+    """Of a weight that is the embedding's and the head's both stages hold one."""
+    module = getattr(step_models, name)()
+    strategy = GPipeStrategy(4, stages=2, step="micro-batch")
+    layouts = {"virtual_stages": [1], "checkpoint": ["never"]}
+    stages = plans(module, strategy, **layouts).all[0].stages
+    layers = [*module.backbone]
+    outside = ([module.embed, module.positions], [module.norm, module.head])
+    for stage, around in zip(stages, outside, strict=True):
+        held = nn.ModuleList([*around, *(layers[i] for i in stage.layers[0])])
+        assert stage.memory.weights == sum(p.nbytes for p in held.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": -2}, r"devices must be a whole number from 1, got devices=-2"),
+        ({"devices": [0, 1]}, r"devices must be .* got devices=\[0, 1\]"),
+        ({"chunks": 8}, r"chunks must be a list of what is compared, got chunks=8"),
+        ({"chunks": ["auto"]}, r"chunks must be whole numbers from 1, got chunks=\['auto'\]"),
+        ({"stages": [0]}, r"stages must be whole numbers"),
+        ({"checkpoint": "always"}, r"checkpoint must be a list"),
+        ({"checkpoint": ["sometimes"]}, r"checkpoint must be one of .* got checkpoint='sometimes'"),
+        ({"memory": "16 gigs"}, r"a text such as '16GB'"),
+        ({"flops": 0}, r"flops must be operations in a second"),
+    ],
+)
+def test_a_wrong_argument_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plans(**options)
+
+
+def test_what_is_no_module_is_told() -> None:
+    with pytest.raises(ValueError, match="must be an object of a LightningModule"):
+        GPipeStrategy().plan(nn.Linear(1, 1), torch.ones(1, 1), devices=2)  # type: ignore[arg-type]
 
 
 def test_a_module_is_left_as_it_was() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -26,7 +26,7 @@ from lightning_gpipe.plan.memory import HeldTensor, micro_batch_of
 from lightning_gpipe.plan.model_memory import Ends, ExpectedMemory, ModelMemory
 from lightning_gpipe.plan.plans import Depth, Plan, PlannedStage, Plans
 from lightning_gpipe.plan.schedules import Schedules
-from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.settings import Settings, is_count
 from lightning_gpipe.plan.timing import LayerTime, UntimableLayer
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
@@ -44,12 +44,30 @@ class Choices:
         chunks: M; None: K, 2 K, 4 K and 8 K.
         virtual_stages: V.
         checkpoint: What is re-materialized; ``"auto"``: as little as fits.
+
+    Raises:
+        ValueError: Naming the choice that isn't a list of what it may be.
     """
 
     stages: Sequence[int]
     chunks: Sequence[int] | None = None
     virtual_stages: Sequence[int] = (1, 2)
     checkpoint: Sequence[Checkpoint | Literal["auto"]] = CHECKPOINT_MODES
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "chunks", "virtual_stages", "checkpoint"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            is_list = isinstance(values, Iterable) and not isinstance(values, str)
+            listed = tuple(values) if is_list else ()
+            if not listed:
+                raise ValueError(
+                    f"{name} must be a list of what is compared, got {name}={values!r}."
+                )
+            if name != "checkpoint" and not all(map(is_count, listed)):
+                raise ValueError(f"{name} must be whole numbers from 1, got {name}={values!r}.")
+            object.__setattr__(self, name, listed)
 
     @classmethod
     def around(cls, settings: Settings, devices: int) -> Choices:

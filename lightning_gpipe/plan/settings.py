@@ -39,7 +39,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("chunks", "stages"):
             object.__setattr__(self, name, _count(name, getattr(self, name)))
-        if not _is_count(self.virtual_stages):
+        if not is_count(self.virtual_stages):
             raise ValueError(
                 "virtual_stages must be a whole number from 1, got"
                 f" virtual_stages={self.virtual_stages!r}."
@@ -102,12 +102,13 @@ def _count(name: str, value: object) -> int | str:
     """A number as Python's; NumPy's are whole numbers, too."""
     if isinstance(value, str) and value == "auto":
         return value
-    if not _is_count(value):
+    if not is_count(value):
         raise ValueError(f"{name} must be 'auto' or a whole number from 1, got {name}={value!r}.")
     return int(cast(Integral, value))
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number from 1, Python's or NumPy's."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -130,7 +131,7 @@ def _limit(value: object) -> int | None:
     """A number of bytes, or a text such as "16GB" or "15.5 GiB"."""
     if value is None:
         return None
-    if _is_count(value):
+    if is_count(value):
         return int(cast(Integral, value))
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B\s*", str(value))
     if isinstance(value, str) and found is not None:
@@ -157,7 +158,7 @@ def _check_balance(balance: object) -> None:
     if isinstance(balance, str):
         check_choice("balance", balance, ("flops", "params", "memory", "time"))
     elif isinstance(balance, Sequence):
-        if not balance or not all(map(_is_count, balance)):
+        if not balance or not all(map(is_count, balance)):
             raise ValueError(
                 f"balance as a list gives every stage at least one layer, got balance={balance!r}."
             )

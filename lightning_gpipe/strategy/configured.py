@@ -88,6 +88,15 @@ def configured(
     return Configured(cli.model, cli.datamodule, strategy, cli.devices)
 
 
+class _Idle(pl.Trainer):
+    """A trainer that runs nothing."""
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Some number, by which schedulers are made: no plan depends on it."""
+        return self.max_steps if self.max_steps > 0 else 1000
+
+
 class _Read(LightningCLI):
     """Reads the arguments of ``fit``, and doesn't fit."""
 
@@ -98,6 +107,7 @@ class _Read(LightningCLI):
         super().__init__(
             model,
             data,
+            trainer_class=_Idle,
             save_config_callback=None,
             parser_kwargs={"fit": {"exit_on_error": False}, "exit_on_error": False},
             args=list(arguments),

@@ -58,7 +58,7 @@ def plan(
             found = _configured(what, arguments, model, data, options["measured"])
             module, strategy = found.module, found.strategy
             batch = None if no_data else found.batch()
-        devices = devices or found.devices
+        devices = found.devices if devices is None else devices
     elif model or data or no_data or arguments:
         given = " ".join(arguments) or "--model, --data and --no-data"
         raise ValueError(f"{given}: it goes with a configuration file alone.")

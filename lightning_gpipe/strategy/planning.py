@@ -25,7 +25,7 @@ from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import known_flops
 from lightning_gpipe.plan.planner import Choices, Planner
 from lightning_gpipe.plan.plans import Plans
-from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.settings import Settings, is_count
 from lightning_gpipe.plan.timing import LayerTime, layer_times
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy.pretended_step import BackboneCall, call_of
@@ -83,9 +83,19 @@ class PlanningStrategy(SavingStrategy):
             table.
 
         Raises:
-            ValueError: If the module can't be cut, or the step needs values, with what to do.
+            ValueError: If an argument is none that it may be, the module can't be cut, or the step
+                needs values, with what to do.
             UntraceableLayer: If a layer of the backbone needs the values of its input.
         """
+        if not isinstance(module, pl.LightningModule):
+            raise ValueError(
+                "module must be an object of a LightningModule of `lightning`, got one of"
+                f" {type(module).__name__}."
+            )
+        if not is_count(devices):
+            raise ValueError(f"devices must be a whole number from 1, got devices={devices!r}.")
+        if flops is not None and not flops > 0:
+            raise ValueError(f"flops must be operations in a second, above 0, got flops={flops!r}.")
         settings = self._settings
         if memory is not None:
             settings = replace(settings, memory_limit=memory)
@@ -95,9 +105,8 @@ class PlanningStrategy(SavingStrategy):
             "virtual_stages": virtual_stages,
             "checkpoint": checkpoint,
         }
-        choices = replace(
-            Choices.around(settings, devices), **{k: tuple(v) for k, v in given.items() if v}
-        )
+        chosen = {name: values for name, values in given.items() if values is not None}
+        choices = replace(Choices.around(settings, devices), **chosen)
         place = torch.device(device) if device is not None else _accelerator()
         batch, input = map(self.precision_plugin.convert_input, (batch, input))
         with (

@@ -106,7 +106,8 @@ def _reached(
     try:
         redirections.take_over(body)
         redirections.add(body, reached)
-        uses = _Uses({id(fake): key for key, fake in _pretend(module, kept, place).items()})
+        keys = {id(fake): key for key, fake in _pretend(module, kept, place).items()}
+        uses = _Uses(keys)
         module.__dict__.update(
             log=_nothing, log_dict=_nothing
         )  # no trainer runs that would take it
@@ -114,8 +115,8 @@ def _reached(
         with torch.enable_grad(), place.mode, uses:
             _step(module, given, is_example)
     except Reached as found:
-        tensors = [t for part, _ in kept for t in _tensors_of(part)]
-        places = Counter(map(id, tensors))
+        held = (id(tensor) for part, _ in kept for tensor in _tensors_of(part))
+        places = Counter(keys[fake] for fake in held if fake in keys)
         behind = {key for key, count in places.items() if key not in uses.seen or count > 1}
         return found, (frozenset(uses.seen), frozenset(behind))
     finally:
