@@ -119,6 +119,19 @@ def test_a_wrong_argument_is_told(options: dict[str, Any], message: str) -> None
         plans(**options)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_optimizers_that_step_other_parameters_are_refused(precision: Any) -> None:
+    module, strategy = expected_memory.Transformer(), GPipeStrategy()
+    L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, logger=False)
+    own, other = (torch.optim.AdamW(each.parameters()) for each in (module, nn.Linear(2, 2)))
+    if precision == "32-true":
+        plan = plans(module, strategy, optimizers=[own]).all[0]
+        assert all(stage.memory.optimizer for stage in plan.stages)
+        own = other
+    with pytest.raises(ValueError, match="step no parameter of Transformer as a run has it"):
+        plans(module, strategy, optimizers=[own])
+
+
 def test_what_is_no_module_is_told() -> None:
     with pytest.raises(ValueError, match="must be an object of a LightningModule"):
         GPipeStrategy().plan(nn.Linear(1, 1), torch.ones(1, 1), devices=2)  # type: ignore[arg-type]

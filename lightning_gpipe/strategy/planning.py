@@ -150,6 +150,8 @@ def _planner(
         sample = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, sample)
     if optimizers is None:
         optimizers = _optimizers_of(module)
+    else:
+        _check_parameters(optimizers, module)
     return Planner(
         *(module, name, layers, call.run_layer, sample, optimizers, device, warn, is_detached),
         *(call.ends, flops, partial(_measured, layers, call, device) if is_measured else None),
@@ -228,6 +230,16 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
                             nn.Parameter(found, tensor.requires_grad) if is_parameter else found
                         )
                     entries[name] = known[id(tensor)]
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], module: pl.LightningModule) -> None:
+    """Refuse optimizers of other parameters than the module has as it is planned."""
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    if not stepped & {id(p) for p in module.parameters()}:
+        raise ValueError(
+            f"The optimizers step no parameter of {type(module).__name__} as a run has it, built"
+            " and in its precision: let configure_optimizers return them."
+        )
 
 
 def _optimizers_of(module: pl.LightningModule) -> list[Optimizer] | None:
