@@ -22,6 +22,14 @@ def add_options(parser: argparse.ArgumentParser, chunks: int, epochs: int) -> No
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the training data")
 
 
+def one_cycle(module: L.LightningModule, learning_rate: float) -> dict:
+    """AdamW, with a learning rate that rises and falls once in the run."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
+    steps = module.trainer.estimated_stepping_batches
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class Cost(L.Callback):
     """What training takes: the time, and the peak memory of each process."""
 

@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 
 import lightning as L
 import torch
-from common import Cost, add_options
+from common import Cost, add_options, one_cycle
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -137,15 +137,7 @@ class GPT(L.LightningModule):
         self.print("Sample:", repr("".join(characters[code] for code in codes)))
 
     def configure_optimizers(self) -> dict:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
-        steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.hparams.learning_rate, total_steps=steps
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return one_cycle(self, self.hparams.learning_rate)
 
 
 def parse_arguments() -> argparse.Namespace:

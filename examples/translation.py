@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from common import Cost, add_options
+from common import Cost, add_options, one_cycle
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from models.translation import translation
@@ -140,15 +140,7 @@ class Translator(L.LightningModule):
             self.print(f"Sample: {data.decode(given)} -> {data.decode(made)}")
 
     def configure_optimizers(self) -> dict:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
-        steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.hparams.learning_rate, total_steps=steps
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return one_cycle(self, self.hparams.learning_rate)
 
 
 def parse_arguments() -> argparse.Namespace:

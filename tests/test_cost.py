@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.plan.cost import flop_costs, function_costs, layer_flops
+from lightning_gpipe.plan.cost import function_costs, layer_flops, step_costs
 
 WIDTH, SAMPLES = 8, 4
 PRODUCT = 2 * SAMPLES * WIDTH * WIDTH  # operations of one matrix product
@@ -25,7 +25,7 @@ def linears(count: int) -> list[nn.Module]:
 
 
 def costs(layers: list[nn.Module], recomputes: bool = False) -> list[float]:
-    return flop_costs(layer_flops(layers, run_layer, torch.ones(SAMPLES, WIDTH)), recomputes)
+    return step_costs(layer_flops(layers, run_layer, torch.ones(SAMPLES, WIDTH)), recomputes)
 
 
 def test_a_backward_counts_the_products_that_it_computes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -98,10 +97,6 @@ def test_a_page_that_fails_is_told_by_its_line(tmp_path: Path) -> None:
     assert (Path(last.path), last.lineno + 1) == (page, 10)
 
 
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("sphinx", "furo", "myst_parser"))),
-    reason="needs the extra 'docs'",
-)
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     options = "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path / "html")
     code, screen = scripts.run([sys.executable, "-m", "sphinx", *options], 240, cwd=ROOT)

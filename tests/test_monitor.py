@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from lightning_gpipe.monitor import picture, table
 from lightning_gpipe.monitor.figures import Figures, StageFigures, figures
 from lightning_gpipe.monitor.hints import Facts, hints
 from lightning_gpipe.monitor.merge import merge_traces
-from lightning_gpipe.monitor.told import Ran, Told, by_batch, told
+from lightning_gpipe.monitor.rank_report import Ran, RankReport, by_batch, with_batches
 from lightning_gpipe.monitor.trace import Timeline, chrome_trace
 from lightning_gpipe.schedule.actions import Action, Schedule
 from lightning_gpipe.schedule.costs import Costs
@@ -48,7 +47,6 @@ from tests.models import WIDTH, Module
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
-CAN_DRAW = find_spec("matplotlib") is not None
 UNIT_S, WIDE = 0.004, 8
 MODES = ("mini-batch", "micro-batch")
 
@@ -78,7 +76,9 @@ def told_by(rows: list[list[Measured]], offsets: tuple[float, ...] = (), samples
                        done=m.done - behind)
             for m in row
         ]  # fmt: skip
-        found.append(replace(told(Told(), by_batch(own, ran), ran, behind), peak_bytes=k + 1))
+        found.append(
+            replace(with_batches(RankReport(), by_batch(own, ran), ran, behind), peak_bytes=k + 1)
+        )
     return found
 
 
@@ -114,7 +114,7 @@ def test_sections_replicas_and_windows_are_put_together() -> None:
             for m in row
         ]  # fmt: skip
     ran = [Ran(range(1, 3), 0.0, 20.0, 6)]
-    ranks = [told(Told(), by_batch(row, ran), ran, 0.0) for row in rows]
+    ranks = [with_batches(RankReport(), by_batch(row, ran), ran, 0.0) for row in rows]
     found = figures([ranks, ranks], placement, 0.0)
     # 2 of 3 units are forwards, and 4 of 6 backwards, on each rank; waits between aren't counted
     assert found.expected_bubble == pytest.approx(1 / 3)
@@ -128,8 +128,10 @@ def test_the_first_mini_batch_counts_from_its_first_action() -> None:
     later = [m._replace(start=m.start + 50, begin=m.begin + 50, end=m.end + 50, done=m.done + 50)
              for m in row]  # fmt: skip
     ran = [Ran(range(1, 2), None, 60.0, 8)]
-    assert told(Told(), by_batch(later, ran), ran, 0.0).batches[0].seconds == 10.0
-    assert told(Told(), [[]], ran, 0.0).batches[0].seconds == 0.0  # a step without the backbone
+    assert with_batches(RankReport(), by_batch(later, ran), ran, 0.0).batches[0].seconds == 10.0
+    assert (
+        with_batches(RankReport(), [[]], ran, 0.0).batches[0].seconds == 0.0
+    )  # a step without the backbone
 
 
 def test_a_schedule_in_parts_has_no_expected_bubble() -> None:
@@ -304,7 +306,6 @@ def test_arrows_follow_a_backward_that_hands_on_its_gradient_early() -> None:
     check_trace(chrome_trace(lines), 2, 2, 1, 2)
 
 
-@pytest.mark.skipif(not CAN_DRAW, reason="needs matplotlib")
 def test_a_picture_shows_what_was_measured(tmp_path: Path) -> None:
     rows = measured_of(fill_drain(rounds(2), 2, "always"), Costs.of([1e-3] * 2))
     lines = [Timeline(k, 0, k, [row]) for k, row in enumerate(rows)]
@@ -463,16 +464,16 @@ def test_what_is_logged_and_drawn(tmp_path: Path) -> None:
         assert all(0.05 < row["pipeline/bubble"] < 0.9 for _, row in rows)
         assert all(row["pipeline/stage_0/peak_memory_bytes"] > 1e7 for _, row in rows)
         names = {path.name for path in folder.glob("pipeline*")}
-        assert names == {"pipeline-step=4.json"} | ({"pipeline-step=4.png"} if CAN_DRAW else set())
+        assert names == {"pipeline-step=4.json", "pipeline-step=4.png"}
         check_trace(json.loads((folder / "pipeline-step=4.json").read_text()), 2, 2, 3, 2)
         board = EventAccumulator(str(folder / "board" / "version_0")).Reload()
         assert [s.step for s in board.Scalars("pipeline/bubble")] == [1, 3, 5]
-        assert board.Tags()["images"] == (["pipeline/timeline"] if CAN_DRAW else [])
+        assert board.Tags()["images"] == ["pipeline/timeline"]
 
 
 def _logged(mode: str, folder: str) -> Any:
     seen, csv = Seen(), CSVLogger(folder, "csv")
-    monitor = PipelineMonitor(2, timeline=[4], picture=CAN_DRAW, folder=folder)
+    monitor = PipelineMonitor(2, timeline=[4], folder=folder)
     loggers = [seen, csv, TensorBoardLogger(folder, "board")]
     options = {"checkpoint": "always"} if mode == "mini-batch" else {"schedule": "1f1b"}
     made = run(
@@ -558,7 +559,7 @@ def test_runs_that_log_never_or_seldom_and_epochs_cut_short(
     assert seen.monitored() == []
     assert monitor.figures is not None
     assert monitor.figures.batches == 2
-    monkeypatch.setattr(monitored, "_TOLD", 3)
+    monkeypatch.setattr(monitored, "_REPORTED", 3)
     monitor = PipelineMonitor(1_000_000, timeline=[1], picture=False, folder="memory://monitor")
     run(monitor, 1, module=Skipping(), logger=seen, max_epochs=3, limit_val_batches=1)
     assert seen.monitored() == []

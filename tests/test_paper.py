@@ -73,7 +73,6 @@ def test_memory_is_as_the_formula_says(tmp_path: Path) -> None:
     for point in points:
         assert memory.expected(point, factors) == pytest.approx(point.held, rel=0.1)
     assert len(memory.errors(points).rows) == 2
-    pytest.importorskip("matplotlib")
     plots.memory(points, tmp_path / "memory.png")
     throughput = {name: dict(rows) for name, rows in published.FAST.items()}
     plots.throughput(throughput, throughput, tmp_path / "throughput.png")

@@ -132,11 +132,12 @@ def test_arguments_of_fit_go_with_the_file(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Name the classes that the file doesn't"),
+        ([], "If the file names no class of the model"),
         ([*DIGITS, "--trainer.speed=9"], "speed"),
         ([*DIGITS, "--devices=0"], "devices must be a whole number from 1"),
         ([*DIGITS, "--trainer.devices=auto"], "give --devices"),
         ([*DIGITS, "--no-data"], "no example_input_array"),
+        ([*DIGITS, "--trainer.strategy=ddp"], "strategy is DDPStrategy, and pipelines"),
         ([*DIGITS, "--data.batch_size=-1"], "The data can't be loaded"),
     ],
 )

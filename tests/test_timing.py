@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import Balancing
+from lightning_gpipe.plan.cost import step_costs
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.plan.timing import UntimableLayer, layer_times, time_costs
+from lightning_gpipe.plan.timing import UntimableLayer, layer_times
 from tests import models
 from tests.benchmarks.workloads import SleepingLayer
 from tests.models import WIDTH
@@ -86,7 +87,7 @@ def costs(layers: list[nn.Module], sample: Any = None, chunks: int = 1, **option
     sample = torch.ones(10, WIDTH) if sample is None else sample
     recomputes = options.pop("recomputes", False)
     options = {"trains": True, "training": False, **options}
-    return time_costs(layer_times(layers, run_layer, sample, chunks, CPU, **options), recomputes)
+    return step_costs(layer_times(layers, run_layer, sample, chunks, CPU, **options), recomputes)
 
 
 def test_forward_recompute_and_backward_count(clock: None) -> None:

@@ -1,5 +1,6 @@
 """The paper's models as LightningModules without values, and how they are planned."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ TEXTS, LENGTH, VOCABULARY = 32, 1024, 32_000
 CHUNKS = 32  # M, where the paper doesn't tell it
 
 
-class Model(L.LightningModule):
+class Model(L.LightningModule, ABC):
     """Layers on the meta device, and RMSProp: 12 bytes a parameter."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -28,9 +29,9 @@ class Model(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(self.parameters())
 
+    @abstractmethod
     def given(self) -> Any:
         """A mini-batch without values, as the layers get it."""
-        raise NotImplementedError
 
     @property
     def size(self) -> int:

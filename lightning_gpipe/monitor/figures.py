@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_gpipe.monitor.told import Batch, Told
+from lightning_gpipe.monitor.rank_report import Batch, RankReport
 from lightning_gpipe.schedule.actions import Schedule
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.simulate import simulate
@@ -101,7 +101,7 @@ class Figures:
 
 
 def figures(
-    replicas: Sequence[Sequence[Told]], placement: tuple[int, ...], message_s: float
+    replicas: Sequence[Sequence[RankReport]], placement: tuple[int, ...], message_s: float
 ) -> Figures:
     """Make figures of what all ranks have told.
 
@@ -135,7 +135,7 @@ def figures(
     )
 
 
-def _middle(rank: Told, of: Callable[[Batch], float]) -> float:
+def _middle(rank: RankReport, of: Callable[[Batch], float]) -> float:
     return statistics.median(of(batch) for batch in rank.batches)
 
 
@@ -161,7 +161,9 @@ def _bubble(batches: Sequence[Batch]) -> float:
     return max(1 - busy / (length * len(batches)), 0.0) if length else 0.0
 
 
-def _expected(ranks: Sequence[Told], placement: tuple[int, ...], message_s: float) -> float | None:
+def _expected(
+    ranks: Sequence[RankReport], placement: tuple[int, ...], message_s: float
+) -> float | None:
     """The bubble of the programs that the ranks of a pipeline ran last."""
     times = {key: time for rank in ranks for key, time in (rank.times or {}).items()}
     costs = Costs.measured(times, len(placement), message_s)

@@ -14,10 +14,11 @@ from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.chunks import decide_chunks, more_chunks
+from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.fitting import Fitted, Fitting, check_limit, usable_memory
 from lightning_gpipe.plan.model_memory import ModelMemory, human_bytes
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.plan.timing import LayerTime, layer_times
+from lightning_gpipe.plan.timing import layer_times
 
 
 def decide(
@@ -51,7 +52,7 @@ def decide(
     # a validation may come first
     is_validation = around.is_fitting and not module.training
 
-    def measure() -> list[LayerTime]:
+    def measure() -> list[LayerCost]:
         with context.restored():
             return layer_times(
                 *(layers, run_layer, sample, chunks, groups.device),

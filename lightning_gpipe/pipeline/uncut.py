@@ -39,7 +39,6 @@ from lightning_gpipe.plan.balance import check_layers, known_flops
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share
 from lightning_gpipe.plan.schedules import Schedules
-from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.state.gather import (
     PartialStateDict,
     StageTensors,
@@ -240,8 +239,7 @@ class Uncut:
         known = frozenset(placement.parameters)
         steps = measuring = None
         if settings.step == "micro-batch":
-            costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
-            schedules = Schedules(settings, rank.placement, groups.replicas, costs)
+            schedules = Schedules.unmeasured(settings, partition, groups.replicas)
             inside = {id(module) for module in self.body.modules()}
             outside = [m for m in self.module.modules() if id(m) not in inside]
             batch_norm = DeferredBatchNorm(outside, deferred, groups.siblings)

@@ -12,16 +12,16 @@ from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.cost import (
-    LayerFlops,
-    flop_costs,
+    LayerCost,
     function_costs,
     layer_flops,
     module_flops,
     parameter_costs,
+    step_costs,
 )
 from lightning_gpipe.plan.cut import LimitTooLow, cut
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.plan.timing import LayerTime, UntimableLayer, time_costs
+from lightning_gpipe.plan.timing import UntimableLayer
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ class Balancing:
     layers: Sequence[nn.Module]
     run_layer: RunLayer
     sample: Any
-    measure: Callable[[], Sequence[LayerTime]]
+    measure: Callable[[], Sequence[LayerCost]]
     warn: Callable[[str], object]
-    _times: Sequence[LayerTime] | None = None
-    _flops: Sequence[LayerFlops] | None = None
+    _times: Sequence[LayerCost] | None = None
+    _flops: Sequence[LayerCost] | None = None
     _known: dict[bool, tuple[list[float], str]] = field(default_factory=dict)
 
     def partition(
@@ -104,7 +104,7 @@ class Balancing:
             },
         )
 
-    def times(self) -> Sequence[LayerTime]:
+    def times(self) -> Sequence[LayerCost]:
         """What each layer takes.
 
         Raises:
@@ -114,7 +114,7 @@ class Balancing:
             self._times = self.measure()
         return self._times
 
-    def flops(self) -> Sequence[LayerFlops]:
+    def flops(self) -> Sequence[LayerCost]:
         """The operations of each layer.
 
         Raises:
@@ -138,7 +138,7 @@ class Balancing:
         balance = None if settings.sizes is not None else settings.balance
         if balance == "time":
             try:
-                return time_costs(self.times(), settings.recomputes), "time"
+                return step_costs(self.times(), settings.recomputes), "time"
             except UntimableLayer as error:
                 balance = "flops"
                 self.warn(
@@ -148,7 +148,7 @@ class Balancing:
                 )
         if balance == "flops":
             try:
-                return flop_costs(self.flops(), settings.recomputes), "flops"
+                return step_costs(self.flops(), settings.recomputes), "flops"
             except UntraceableLayer as error:
                 self.warn(
                     "Layers are balanced by parameters: their operations can't be counted, because"

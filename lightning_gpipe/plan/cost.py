@@ -32,13 +32,13 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFlops:
-    """Floating-point operations of a layer in a training step.
+class LayerCost:
+    """What a layer takes in a training step, in operations or in seconds.
 
     Args:
-        forward: Of its forward.
-        backward: Of its backward; 0 where there is none.
-        recompute: Of a forward that is run again; 0 where there is no backward.
+        forward: In its forward.
+        backward: In its backward; 0 where there is none.
+        recompute: In a forward that is run again; 0 where there is no backward.
     """
 
     forward: float
@@ -46,17 +46,17 @@ class LayerFlops:
     recompute: float
 
 
-def flop_costs(flops: Sequence[LayerFlops], recomputes: bool) -> list[float]:
-    """Operations of each layer in a training step: forward, recompute, backward.
+def step_costs(costs: Sequence[LayerCost], recomputes: bool) -> list[float]:
+    """What each layer takes in a training step altogether.
 
     Args:
-        flops: Of the layers.
+        costs: Of the layers.
         recomputes: Whether activations are re-materialized.
     """
-    return [f.forward + (f.backward + (f.recompute if recomputes else 0.0)) for f in flops]
+    return [c.forward + (c.backward + (c.recompute if recomputes else 0.0)) for c in costs]
 
 
-def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -> list[LayerFlops]:
+def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -> list[LayerCost]:
     """Floating-point operations of each layer.
 
     Matrix products, convolutions and attention count their operations, everything else one
@@ -72,7 +72,7 @@ def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
     """
-    found, known = [], dict[Hashable, tuple[LayerFlops, Tree]]()
+    found, known = [], dict[Hashable, tuple[LayerCost, Tree]]()
     value = _on_meta(sample)
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
         for index, layer in enumerate(layers):
@@ -91,7 +91,7 @@ def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -
 
 def _counted(
     layer: nn.Module, run_layer: RunLayer, index: int, given: Tree, counter: FlopCounterMode
-) -> tuple[LayerFlops, Tree]:
+) -> tuple[LayerCost, Tree]:
     """A layer's operations, and its output."""
     tensors, start = meta_tensors(layer), counter.get_total_flops()
     # copies, because a layer may work in place, and not on leaves of the graph
@@ -101,14 +101,14 @@ def _counted(
     elements = sum(t.numel() for t in output.tensors())
     forward = counter.get_total_flops() - start + elements
     if not any(t.requires_grad for t in output.tensors()):
-        return LayerFlops(float(forward), 0.0, 0.0), output
+        return LayerCost(float(forward), 0.0, 0.0), output
     backward: float
     try:
         _differentiate(output, [*given.tensors(), *tensors.values()])
         backward = counter.get_total_flops() - start - forward + 2 * elements
     except Exception:  # PyTorch lacks some backwards on this device
         backward = BACKWARD_RATIO * forward
-    return LayerFlops(float(forward), float(backward), float(forward)), output
+    return LayerCost(float(forward), float(backward), float(forward)), output
 
 
 def function_costs(

@@ -26,8 +26,6 @@ from lightning_gpipe.plan.schedules import HELD_OF_KEPT, Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory, stage_memories
 from lightning_gpipe.schedule.checkpoint import recomputed
-from lightning_gpipe.schedule.costs import Costs
-from lightning_gpipe.schedule.placement import rounds
 
 #: What the first and the last stage hold outside the backbone.
 Ends: TypeAlias = tuple[tuple[HeldTensor, ...], tuple[HeldTensor, ...]]
@@ -128,9 +126,7 @@ class ModelMemory:
             is_first: Whether it is a mini-batch whose shapes are new. With ``step="micro-batch"``
                 all forwards come before the backwards then, whatever the schedule.
         """
-        placement = rounds(partition.count, partition.virtual_stages)
-        costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
-        schedules = Schedules(settings, placement, replicas, costs)
+        schedules = Schedules.unmeasured(settings, partition, replicas)
         is_chained = is_first or partition.count == 1
         schedule = schedules.make(micro_batches, is_chained=is_chained)
         is_whole_batch = settings.step == "mini-batch"

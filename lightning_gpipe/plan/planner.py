@@ -20,6 +20,7 @@ from lightning_gpipe.plan.chunks import (
     micro_batches,
     more_chunks,
 )
+from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.depth import Repeated, deepest
 from lightning_gpipe.plan.fitting import Fitted, Fitting
 from lightning_gpipe.plan.memory import HeldTensor, micro_batch_of
@@ -27,7 +28,7 @@ from lightning_gpipe.plan.model_memory import Ends, ExpectedMemory, ModelMemory
 from lightning_gpipe.plan.plans import Depth, Plan, PlannedStage, Plans
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings, is_count
-from lightning_gpipe.plan.timing import LayerTime, UntimableLayer
+from lightning_gpipe.plan.timing import UntimableLayer
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.placement import rounds
@@ -138,9 +139,9 @@ class Planner:
     is_detached: bool = False
     ends: tuple[frozenset[int], frozenset[int]] | None = None
     rate: float | None = None
-    measure: Callable[[int], Sequence[LayerTime]] | None = None
+    measure: Callable[[int], Sequence[LayerCost]] | None = None
     _memories: dict[str, ModelMemory] = field(default_factory=dict)
-    _times: dict[int, Sequence[LayerTime]] = field(default_factory=dict)
+    _times: dict[int, Sequence[LayerCost]] = field(default_factory=dict)
     _balancing: Balancing | None = None
 
     def compare(self, choices: Choices, settings: Settings, devices: int) -> Plans:
@@ -238,9 +239,7 @@ class Planner:
         partition, count = fitted.partition, micro_batches(fitted.chunks, self.sample)
         memory = self._memory(fitted.chunks)
         placement = rounds(partition.count, settings.virtual_stages)
-        # as a run makes it before it has measured anything
-        shares = Costs.of([max(share, 1e-3) for share in partition.part_shares])
-        schedule = Schedules(settings, placement, replicas, shares).make(count)
+        schedule = Schedules.unmeasured(settings, partition, replicas).make(count)
         simulation = simulate(schedule, self._costs_of(partition, fitted.chunks, count))
         held = cast(ExpectedMemory, fitted.memory).most  # or it was an error
         rows = zip(partition.stages, held, partition.shares, strict=True)
@@ -271,7 +270,7 @@ class Planner:
             self._balancing = Balancing(*arguments, partial(self._timed, 1), self.warn)
         return self._balancing
 
-    def _timed(self, chunks: int) -> Sequence[LayerTime]:
+    def _timed(self, chunks: int) -> Sequence[LayerCost]:
         if self.measure is None:
             raise UntimableLayer("a plan without measured times computes nothing")
         if chunks not in self._times:
@@ -293,17 +292,15 @@ class Planner:
     def _costs_of(self, partition: Partition, chunks: int, count: int) -> Costs:
         """What each virtual stage takes for one of so many micro-batches."""
         costs, count = self._costs_of_layers(chunks), 1 if self.measure is not None else count
-        parts = [[costs[i] for i in layers] for layers in partition.parts]
-        sums = [[sum(kind) / count for kind in zip(*part, strict=True)] for part in parts]
-        forward, backward, recompute = zip(*sums, strict=True)
-        return Costs.of(forward, backward, recompute)
 
-    def _costs_of_layers(self, chunks: int) -> list[tuple[float, float, float]]:
-        """Forward, backward and recompute: seconds of a micro-batch, or all operations."""
-        if self.measure is not None:
-            times = self._timed(chunks)
-            return [(t.forward, t.backward, t.forward * (t.backward > 0)) for t in times]
-        return [(f.forward, f.backward, f.recompute) for f in self._shares.flops()]
+        def of_parts(kind: str) -> list[float]:
+            return [sum(getattr(costs[i], kind) for i in p) / count for p in partition.parts]
+
+        return Costs.of(of_parts("forward"), of_parts("backward"), of_parts("recompute"))
+
+    def _costs_of_layers(self, chunks: int) -> Sequence[LayerCost]:
+        """Seconds of a micro-batch, or the operations of a mini-batch."""
+        return self._shares.flops() if self.measure is None else self._timed(chunks)
 
     def _ends(self, outside: tuple[HeldTensor, ...]) -> Ends:
         """What the first and the last stage hold outside the backbone."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.actions import Schedule
 from lightning_gpipe.schedule.checkpoint import recomputed
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import chained, fill_drain, forward_only, without_backwards
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import search
 
 _HELD = 2  # micro-batches whose activations a stage may hold, even if all are recomputed
@@ -37,6 +39,18 @@ class Schedules:
     costs: Costs
     whole: frozenset[int] = frozenset()
     splits: bool = True
+
+    @classmethod
+    def unmeasured(cls, settings: Settings, partition: Partition, replicas: int) -> Schedules:
+        """What makes schedules before anything is measured, by the shares of a cut.
+
+        Args:
+            settings: What the user chose.
+            partition: The cut.
+            replicas: D.
+        """
+        costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
+        return cls(settings, rounds(partition.count, partition.virtual_stages), replicas, costs)
 
     @property
     def depends_on_costs(self) -> bool:

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.model.on_meta import hooks_of_torch
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.random_state import preserved
@@ -38,29 +39,6 @@ class UntimableLayer(RuntimeError):
     """A layer can't run by itself, in a copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Seconds that a micro-batch takes in a layer.
-
-    Args:
-        forward: In its forward.
-        backward: In its backward; 0 where there is none.
-    """
-
-    forward: float
-    backward: float
-
-
-def time_costs(times: Sequence[LayerTime], recomputes: bool) -> list[float]:
-    """Seconds of each layer in a training step: forward, recompute and backward.
-
-    Args:
-        times: Of the layers.
-        recomputes: Whether activations are re-materialized.
-    """
-    return [t.forward * (1 + (recomputes and t.backward > 0)) + t.backward for t in times]
-
-
 def layer_times(
     layers: Sequence[nn.Module],
     run_layer: RunLayer,
@@ -70,8 +48,8 @@ def layer_times(
     *,
     trains: bool,
     training: bool,
-) -> list[LayerTime]:
-    """Measure what a micro-batch takes in each layer.
+) -> list[LayerCost]:
+    """Measure what a micro-batch takes in each layer, in seconds.
 
     Frozen layers take what their backward computes: nothing before the first trainable one, no
     gradient of weights behind it. It leaves no trace in the layers and in the generators.
@@ -148,7 +126,7 @@ class _Alone:
     given: Tree
     output: Tree
 
-    def __call__(self) -> LayerTime:
+    def __call__(self) -> LayerCost:
         """Run it once."""
         # copies, because a layer may work in place, and not on leaves of the graph
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.given.leaves]
@@ -160,11 +138,11 @@ class _Alone:
         self.output = output.with_leaves([_detached(leaf) for leaf in output.leaves])
         roots = [t for t in output.tensors() if t.requires_grad]
         if not roots:
-            return LayerTime(forward_s, 0.0)
+            return LayerCost(forward_s, 0.0, 0.0)
         gradients = list(map(torch.ones_like, roots))
         begin = self._now()
         torch.autograd.backward(roots, gradients)  # adds to the copy's gradients, as in the run
-        return LayerTime(forward_s, self._now() - begin)
+        return LayerCost(forward_s, self._now() - begin, forward_s)
 
     def _now(self) -> float:
         if self.device.type != "cpu":
@@ -172,17 +150,15 @@ class _Alone:
         return time.perf_counter()
 
 
-def _median_s(run: Callable[[], LayerTime], least_s: float, most_s: float) -> LayerTime:
+def _median_s(run: Callable[[], LayerCost], least_s: float, most_s: float) -> LayerCost:
     run()  # memory is allocated, and kernels are chosen
-    found: list[LayerTime] = []
+    found: list[LayerCost] = []
     begin, spent = time.perf_counter(), 0.0
     while not found or (spent < most_s and (len(found) < _RUNS or spent < least_s)):
         found.append(run())
         spent = time.perf_counter() - begin
-    return LayerTime(
-        statistics.median(one.forward for one in found),
-        statistics.median(one.backward for one in found),
-    )
+    kinds = zip(*((one.forward, one.backward, one.recompute) for one in found), strict=True)
+    return LayerCost(*map(statistics.median, kinds))
 
 
 def _detached(leaf: Any) -> Any:

@@ -79,8 +79,8 @@ def configured(
         cli = _Read(is_real, ["fit", "--config", file, *arguments], model, data)
     except ArgumentError as error:
         raise ValueError(
-            f"{file} can't be read as `fit` of a LightningCLI reads it: {error}\nName the classes"
-            " that the file doesn't (--model package.module:Class, --data package.module:Class)."
+            f"{file} can't be read as `fit` of a LightningCLI reads it: {error}\nIf the file names"
+            " no class of the model or of the data, do it: --model package.module:Class, --data …."
             " For a command line with arguments of its own give package.module:function."
         ) from error
     cli.model.trainer = cli.trainer  # which configure_optimizers may ask
@@ -149,9 +149,17 @@ def _on_meta(made: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _strategy(given: Any) -> GPipeStrategy:
-    if isinstance(given, str) and given in StrategyRegistry:
-        given = StrategyRegistry.get(given)
-    return given if isinstance(given, GPipeStrategy) else GPipeStrategy()
+    """The strategy that the file names; without one, GPipeStrategy with its defaults."""
+    found = "gpipe" if given == "auto" else given
+    if isinstance(found, str) and found in StrategyRegistry:
+        found = StrategyRegistry.get(found)
+    if not isinstance(found, GPipeStrategy):
+        name = found if isinstance(found, str) else type(found).__name__
+        raise ValueError(
+            f"The file's strategy is {name}, and pipelines are planned of GPipeStrategy: name it"
+            " there, or add --trainer.strategy=gpipe."
+        )
+    return found
 
 
 def _number(devices: Any, nodes: int) -> int | None:

@@ -16,7 +16,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.stopwatch import Recording, Stopwatch
 from lightning_gpipe.monitor.figures import Figures, figures
 from lightning_gpipe.monitor.hints import Facts
-from lightning_gpipe.monitor.told import Ran, Told, by_batch, told
+from lightning_gpipe.monitor.rank_report import Ran, RankReport, by_batch, with_batches
 from lightning_gpipe.monitor.trace import Timeline
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.plan.report import outside_share
@@ -27,7 +27,7 @@ from lightning_gpipe.schedule.placement import rounds
 #: Mini-batches after which what was measured of single actions is summed up.
 _HELD = 50
 #: The most mini-batches that a rank tells of.
-_TOLD = 1000
+_REPORTED = 1000
 
 
 class Monitored:
@@ -52,7 +52,7 @@ class Monitored:
         self._first_section, self._samples = 0, 0
         self._ran: list[Ran] = []
         self._step_began = 0  # the place of its first mini-batch
-        self._told = Told()
+        self._own = RankReport()
         self._offset_s = 0.0
         self._of_step: list[list[Measured]] = []
 
@@ -101,7 +101,7 @@ class Monitored:
         """Figures of what ran since the last time, on rank 0. Collective over all ranks."""
         self._sum_up()
         self._step_began = 0
-        own, self._told = replace(self._told, peak_bytes=self._peak_bytes()), Told()
+        own, self._own = replace(self._own, peak_bytes=self._peak_bytes()), RankReport()
         if not own.batches:
             return None
         if self._message_s is None:
@@ -161,8 +161,8 @@ class Monitored:
         if not ran:
             return []
         rows = by_batch(self._recording.take(), ran)
-        summed = told(self._told, rows, ran, self._offset_s)
-        self._told = replace(summed, batches=summed.batches[-_TOLD:])
+        summed = with_batches(self._own, rows, ran, self._offset_s)
+        self._own = replace(summed, batches=summed.batches[-_REPORTED:])
         return rows
 
     def _gather(self, own: Any) -> list[list[Any]]:

@@ -23,10 +23,11 @@ from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import known_flops
+from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.planner import Choices, Planner
 from lightning_gpipe.plan.plans import Plans
 from lightning_gpipe.plan.settings import Settings, is_count
-from lightning_gpipe.plan.timing import LayerTime, layer_times
+from lightning_gpipe.plan.timing import layer_times
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy.pretended_step import BackboneCall, call_of
 from lightning_gpipe.strategy.saving_strategy import SavingStrategy
@@ -160,7 +161,7 @@ def _planner(
 
 def _measured(
     layers: Sequence[nn.Module], call: BackboneCall, device: torch.device, chunks: int
-) -> list[LayerTime]:
+) -> list[LayerCost]:
     """What layers take on a device, for inputs with other values."""
     if any(tensor.is_meta for layer in layers for tensor in layer.parameters()):
         raise ValueError(

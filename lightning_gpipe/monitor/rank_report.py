@@ -53,7 +53,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankReport:
     """What a rank tells of the mini-batches since it has told last.
 
     Args:
@@ -105,9 +105,9 @@ def batch_of(measured: Sequence[Measured], ran: Ran, offset_s: float) -> Batch:
     return Batch(sections, ran.end - begin, ran.samples)
 
 
-def told(
-    before: Told, rows: Sequence[Sequence[Measured]], ran: Sequence[Ran], offset_s: float
-) -> Told:
+def with_batches(
+    before: RankReport, rows: Sequence[Sequence[Measured]], ran: Sequence[Ran], offset_s: float
+) -> RankReport:
     """What a rank tells, with some mini-batches more.
 
     Args:
@@ -123,4 +123,4 @@ def told(
             place = one.section - ran[-1].sections.start
             programs[place] = (*programs.get(place, ()), one.action)
     times = durations(one for row in rows for one in row)
-    return Told((*before.batches, *batches), times, programs)
+    return RankReport((*before.batches, *batches), times, programs)
