@@ -13,6 +13,7 @@ from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.memory import layer_memories, micro_batch_of
+from lightning_gpipe.plan.plans import Plan
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.costs import Costs
@@ -234,8 +235,7 @@ def components(found: dict[str, Timed], stages: int = 8) -> Table:
     return Table(header, rows)
 
 
-def activations_of_fullest(plan: object) -> float:
+def activations_of_fullest(plan: Plan) -> float:
     """GiB."""
-    stages = plan.stages  # type: ignore[attr-defined]
-    fullest = max(stages, key=lambda stage: stage.memory.total)
-    return float(fullest.memory.of_micro_batches / GIB)
+    fullest = max(plan.stages, key=lambda stage: stage.memory.total)
+    return fullest.memory.of_micro_batches / GIB
