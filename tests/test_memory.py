@@ -375,6 +375,7 @@ CELLS: list[expected_memory.Cell] = [
     ("Transformer", 2, 4, "never", ("micro-batch", "searched")),
     ("ConvNet", 2, 16, 2, ("mini-batch", "auto")),
     ("ConvNet", 2, 4, "never", ("micro-batch", "1f1b")),
+    ("ConvNet", 4, 16, 2, ("micro-batch", "searched")),
     ("GPT-2", 2, 4, 2, ("mini-batch", "auto")),
 ]
 if "WHOLE_TABLE" in os.environ:
@@ -383,9 +384,9 @@ if "WHOLE_TABLE" in os.environ:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_stages_hold_what_is_expected(cell: expected_memory.Cell) -> None:
-    """Within 15 % of what comes and goes; of what stays exactly, which `rows` asserts."""
+    """Within 10 % of what comes and goes; of what stays exactly, which `rows` asserts."""
     for row, error, _ in expected_memory.rows(cell):
-        assert abs(error) <= 0.15, row
+        assert abs(error) <= 0.1, row
 
 
 def test_tensors_that_pass_for_others_have_no_memory_to_look_at() -> None:

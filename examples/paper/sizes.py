@@ -12,7 +12,7 @@ from lightning_gpipe.plan.plans import Plan
 
 LIMITS = {"AmoebaNet": 8 * GIB, "Transformer": 16 * GIB}
 PAPERS = {"AmoebaNet": published.AMOEBANETS, "Transformer": published.TRANSFORMERS}
-DEPTHS = 18, 36, 72  # L of AmoebaNets that are tried
+DEPTHS = {0: (18,), 1: (18, 36), 2: (18, 36), 4: (36, 72), 8: (72,)}  # L that are tried, by K
 STEP, WIDEST = 32, 1024  # D is a multiple of it
 
 
@@ -93,7 +93,7 @@ def widest(cells: int, stages: int, is_mixed: bool) -> int:
 def largest_amoebanet(stages: int, is_mixed: bool) -> tuple[int, int, int]:
     """L, D and parameters of the AmoebaNet with the most of them whose stages fit."""
     found = []
-    for cells in DEPTHS:
+    for cells in DEPTHS[stages]:
         width = widest(cells, stages, is_mixed)
         if width:
             found.append((_size(cells, width), cells, width))

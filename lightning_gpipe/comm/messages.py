@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm import packing
-from lightning_gpipe.comm.nearby import Work
+from lightning_gpipe.comm.nearby import Transfer, Work
 from lightning_gpipe.comm.peers import HOST, Peers
 from lightning_gpipe.tensors import strides
 
@@ -48,7 +48,8 @@ Kind: TypeAlias = Literal[
     "optimizer state",
 ]
 _T = TypeVar("_T")
-_Sent: TypeAlias = tuple[Work, Tensor]  # with what is sent, which must live as long
+# With the bytes that are sent, and their memory, which must live as long if it wasn't copied.
+_Sent: TypeAlias = tuple[Work, int, Tensor | None]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
 # That takes no time once so many others were sent, because the members run the same step.
@@ -216,7 +217,7 @@ class ObjectChannel(Peers):
         if data.nbytes <= _HELD:
             self._post_to(members, data.clone() if members else data)
         else:
-            while sum(d.nbytes for _, d in under_way) > _AT_ONCE:
+            while sum(nbytes for _, nbytes, _ in under_way) > _AT_ONCE:
                 under_way.pop(0)[0].wait()
             under_way += self._posted(members, data)
 
@@ -233,13 +234,17 @@ class ObjectChannel(Peers):
 
     def _post_to(self, members: Sequence[int], data: Tensor) -> None:
         """Send host memory without waiting for it to arrive."""
-        while len(self._pending) > _UNDER_WAY or sum(d.nbytes for _, d in self._pending) > _HELD:
+        while len(self._pending) > _UNDER_WAY or sum(n for _, n, _ in self._pending) > _HELD:
             self._pending.popleft()[0].wait()  # raises what went wrong
         self._pending.extend(self._posted(members, data))
 
     def _posted(self, members: Sequence[int], data: Tensor) -> list[_Sent]:
         works = [self.post(data, to) for to in members]
-        return [(work, data) for work in works if work is not None]
+        return [
+            (work, data.nbytes, None if isinstance(work, Transfer) else data)
+            for work in works
+            if work is not None
+        ]
 
     def _unpack(
         self,
@@ -269,7 +274,7 @@ class ObjectChannel(Peers):
 
 
 def _wait_for(sent: Iterable[_Sent]) -> None:
-    for work, _ in sent:
+    for work, *_ in sent:
         work.wait()
 
 

@@ -35,11 +35,11 @@ class _Way:
 
     Args:
         entry: The node that catches the input's gradient.
-        leaves: The tensors before it.
+        start: The leaf before it.
     """
 
     entry: Node
-    leaves: list[Tensor]
+    start: Tensor
 
 
 @dataclass(slots=True)
@@ -74,9 +74,9 @@ class MicroBatch:
         leaves = [t if wants else _copied(t) for t, wants in zip(inputs.leaves, flags, strict=True)]
         wanted = [i for i, wants in enumerate(flags) if wants]
         if wanted:
-            before = [leaves[i].detach().requires_grad_() for i in wanted]
-            heads = _Entry.apply(self.catch, *before)
-            self._way = _Way(heads[0].grad_fn, before)
+            start = leaves[wanted[0]].new_empty(0).requires_grad_()
+            heads = _Entry.apply(start, self.catch, [leaves[i] for i in wanted])
+            self._way = _Way(heads[0].grad_fn, start)
             for i, head in zip(wanted, heads, strict=True):
                 leaves[i] = head
         return inputs.with_leaves(leaves)
@@ -153,9 +153,9 @@ class MicroBatch:
             if edges and way is not None:
                 split = SplitBackward.of([edge.node for edge in edges], way.entry)
                 if split is not None:
-                    split.first(edges, given, way.leaves)
+                    split.first(edges, given, way.start)
                 else:
-                    torch.autograd.backward(edges, given, retain_graph=True, inputs=way.leaves)
+                    torch.autograd.backward(edges, given, retain_graph=True, inputs=way.start)
             rest = partial(_backward_to, weights, edges, given)
             self._rest = rest if split is None else split.second
         return split is not None or not edges or way is None
@@ -195,11 +195,11 @@ class _Entry(torch.autograd.Function):
     """Copies a micro-batch's input, and catches its gradient as autograd made it.
 
     A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other
-    strides.
+    strides. The graph begins at an empty leaf, for it would keep the input as long as itself.
     """
 
     @staticmethod
-    def forward(ctx: Any, catch: _Catch, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, _: Tensor, catch: _Catch, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.catch = catch
         ctx.set_materialize_grads(False)
         return tuple(map(strides.copy, inputs))
@@ -207,7 +207,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.catch.take(gradients)
-        return (None,) * (1 + len(gradients))
+        return None, None, None
 
 
 def copied(inputs: Tree) -> Tree:

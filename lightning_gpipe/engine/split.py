@@ -72,18 +72,18 @@ class SplitBackward:
         return cls(branches)
 
     def first(
-        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor], start: Tensor
     ) -> None:
         """Compute the gradient of the input.
 
         Args:
             roots: Where the backward begins.
             gradients: Their gradients.
-            inputs: The leaves before the entry, which gets the gradient.
+            start: The leaf before the entry, which gets the gradient.
         """
         handles = [branch.node.register_prehook(_Keep(branch)) for branch in self.branches]
         try:
-            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=inputs)
+            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=start)
         finally:
             for handle in handles:
                 handle.remove()

@@ -14,20 +14,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_gpipe.model.on_meta import Pretended, meta_tensors, run_layer_on_meta, to_meta_leaf
+from lightning_gpipe.model.on_meta import (
+    Pretended,
+    meta_tensors,
+    run_layer_on_meta,
+    to_meta_leaf,
+)
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
+from lightning_gpipe.plan.backward_memory import in_backward
+from lightning_gpipe.plan.operations import Operations
 from lightning_gpipe.tensors.microbatch import Split, batch_leaf
 from lightning_gpipe.tensors.tree import Tree
+
+#: The last fields of :class:`LayerMemory`, and what comes before them.
+_Rest: TypeAlias = tuple[int, int, int, int, int, int]
+_Found: TypeAlias = tuple[dict[int, int], _Rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +82,15 @@ class LayerMemory:
         saved: What autograd saves in its forward of one micro-batch, for its backward: for each
             piece of memory a number, the same for all layers that save it, and its bytes.
         forward: The most bytes that live within a forward that saves nothing, without its input.
-        backward: The most bytes that come and go with the backward of an operation: the gradients
-            of what it makes, of what it reads, and of its parameters.
+        first_half: The most bytes that live in the first half of a split backward, less what was
+            saved.
         arriving: Bytes of the gradients that a split backward keeps from its first half to its
             second.
+        behind: How many of those saved last were saved behind the last use of a parameter: a split
+            backward needs them in its first half alone.
+        backward: The most bytes that live in its backward, less what was saved, with the gradient
+            of its output as long as that is needed.
+        last_backward: The same without the gradient of its output.
     """
 
     tensors: tuple[HeldTensor, ...]
@@ -84,8 +98,11 @@ class LayerMemory:
     output: Boundary
     saved: Mapping[int, int]
     forward: int
-    backward: int
+    first_half: int
     arriving: int
+    behind: int
+    backward: int
+    last_backward: int
 
     @property
     def saved_bytes(self) -> int:
@@ -147,6 +164,7 @@ def layer_memories(
     """
     place = Pretended(device or torch.device("cpu"))
     trains = any(part.training for layer in layers for part in layer.modules())
+    training = None if trains else True
     watch = _Watch(run_layer)
     facts, known = [], dict[Hashable, _Shown]()
     with torch.enable_grad():
@@ -162,17 +180,22 @@ def layer_memories(
                 watch.begin(own.values())
                 value = run_layer_on_meta(
                     *(layer, watch.run_layer, index, value, own),
-                    training=None if trains else True,
+                    training=training,
                     place=place,
                 )
-                found = watch.end()
+                backward = in_backward(
+                    *(layer, watch.run, index, given.value(), own, training, place)
+                )
+                found = watch.end(backward)
                 output = Tree.of(value, "A layer's output")
                 if key is not None and versions == _versions(given):
                     shown = _Shown.of(given, output, found, watch)
                     known.update({key: shown} if shown is not None else {})
             after = Tree.of(value, "A layer's output").tensors()
-            held = held_tensors(layer.modules(), optimizer_bytes)
-            facts.append(LayerMemory(held, _boundary(given.tensors()), _boundary(after), *found))
+            held, (saved, rest) = held_tensors(layer.modules(), optimizer_bytes), found
+            facts.append(
+                LayerMemory(held, _boundary(given.tensors()), _boundary(after), saved, *rest)
+            )
     return tuple(facts)
 
 
@@ -210,22 +233,29 @@ class _Watch:
     run: RunLayer
     _numbers: dict[int, int] = field(default_factory=dict)
     _count: int = 0
-    _operations: _Operations = field(default_factory=lambda: _Operations(()))
+    _operations: Operations = field(default_factory=lambda: Operations((), {}))
     _saved: dict[int, int] = field(default_factory=dict)
 
     def begin(self, own: Iterable[Tensor]) -> None:
         """Begin a layer, with its parameters and buffers."""
-        self._operations, self._saved = _Operations(own), {}
+        self._saved = {}
+        self._operations = Operations(own, self._saved)
 
     def run_layer(self, index: int, layer: Any, value: Any) -> Any:
         """Run it."""
         with self._operations, saved_tensors_hooks(self._save, _nothing):
             return self.run(index, layer, value)
 
-    def end(self) -> tuple[dict[int, int], int, int, int]:
-        """What it saved, and the rest of :class:`LayerMemory`."""
+    def end(self, in_backward: tuple[int, int] | None) -> _Found:
+        """What it saved, and the rest of :class:`LayerMemory`.
+
+        Args:
+            in_backward: What lives in its backward, if that is known.
+        """
         seen = self._operations
-        return self._saved, seen.forward, seen.backward, seen.arriving
+        most, own = in_backward or (seen.transient, seen.transient)
+        behind = len(self._saved) - seen.saved_before
+        return self._saved, (seen.forward, seen.first_half, seen.arriving, behind, most, own)
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The number of a piece of memory, a new one where it has none."""
@@ -277,12 +307,10 @@ class _Shown:
     output: Tree
     passed: tuple[int | None, ...]
     saved: tuple[tuple[int | None, int | None, int], ...]
-    rest: tuple[int, int, int]
+    rest: _Rest
 
     @classmethod
-    def of(
-        cls, given: Tree, output: Tree, found: tuple[dict[int, int], int, int, int], watch: _Watch
-    ) -> _Shown | None:
+    def of(cls, given: Tree, output: Tree, found: _Found, watch: _Watch) -> _Shown | None:
         """What it has shown; None: an output shares memory with something else."""
         inputs: dict[int, int] = {}  # places by the numbers of memory
         seen = set()
@@ -306,17 +334,15 @@ class _Shown:
             seen.add(id(storage))
             number = watch.known_number(storage)
             outputs.setdefault(-1 if number is None else number, i)
-        saved, *rest = found
+        saved, rest = found
         places_of = tuple((inputs.get(n), outputs.get(n), nbytes) for n, nbytes in saved.items())
         looks = [t.detach().clone() if isinstance(t, Tensor) else t for t in output.leaves]
         for look, leaf in zip(looks, output.leaves, strict=True):
             if isinstance(leaf, Tensor):
                 look.requires_grad_(leaf.requires_grad)
-        return cls(output.with_leaves(looks), tuple(passed), places_of, (rest[0], rest[1], rest[2]))
+        return cls(output.with_leaves(looks), tuple(passed), places_of, rest)
 
-    def again(
-        self, given: Tree, watch: _Watch, place: Pretended
-    ) -> tuple[Any, tuple[dict[int, int], int, int, int]]:
+    def again(self, given: Tree, watch: _Watch, place: Pretended) -> tuple[Any, _Found]:
         """What another layer returns, and what is found of it.
 
         Args:
@@ -342,49 +368,8 @@ class _Shown:
             else:
                 number = watch.new_number()
             saved[number] = nbytes
-        return self.output.with_leaves(leaves).value(), (saved, *self.rest)
+        return self.output.with_leaves(leaves).value(), (saved, self.rest)
 
 
 def _nothing(_: Any) -> Tensor:
     raise RuntimeError("A layer ran a backward in its forward.")
-
-
-class _Operations(TorchDispatchMode):
-    """Looks at operations of a layer.
-
-    Args:
-        own: The layer's parameters and buffers.
-    """
-
-    def __init__(self, own: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.own = {id(t.untyped_storage()): t for t in own}
-        self.forward = self.backward = self.arriving = self._live = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError("It communicates, which other ranks don't expect here.")
-        result = func(*args, **(kwargs or {}))
-        given = {
-            id(t.untyped_storage()): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }
-        new = 0
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if id(storage) not in given:
-                    given[id(storage)] = tensor
-                    new += storage.nbytes()
-                    weakref.finalize(storage, self._end, storage.nbytes())
-        if new:
-            self._live += new
-            self.forward = max(self.forward, self._live)
-            differentiated = [(key, t) for key, t in given.items() if t.requires_grad]
-            weights = sum(t.nbytes for key, t in differentiated if key in self.own)
-            read = sum(t.nbytes for key, t in differentiated if key not in self.own)
-            self.backward = max(self.backward, new + read + weights)
-            self.arriving += new * bool(weights)
-        return result
-
-    def _end(self, nbytes: int) -> None:
-        self._live -= nbytes

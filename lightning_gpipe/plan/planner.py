@@ -157,7 +157,7 @@ class Planner:
             UntraceableLayer: If a layer needs the values of its input.
         """
         found: dict[tuple[int, ...], Plan] = {}
-        reason = f"no number of stages in {list(choices.stages)} divides {devices} devices"
+        reasons: list[str] = []
         for each in self._different(choices.settings(settings), choices.chunks is None):
             stages = int(each.stages)
             if devices % stages:
@@ -165,13 +165,14 @@ class Planner:
             try:
                 check_layers(len(self.layers), stages, each, self.backbone)
             except ValueError as error:
-                reason = str(error)
+                reasons.append(str(error))
                 continue
             plan = self.plan(each, devices // stages)
             again = recomputed(plan.settings.recomputing, plan.micro_batches)
             found.setdefault((stages, plan.micro_batches, each.virtual_stages, again), plan)
         if not found:
-            raise ValueError(f"Nothing can be planned: {reason}")
+            undivided = f"no number of stages in {list(choices.stages)} divides {devices} devices"
+            raise ValueError(f"Nothing can be planned: {[*reasons, undivided][0]}")
         plans = Plans.of(list(found.values()))
         return Plans((self._with_depth(plans.all[0]), *plans.all[1:]))
 

@@ -111,7 +111,8 @@ class Plan:
             f"{layers} layers of '{self.backbone}' on {s.stages} stage{'s' * (s.stages != 1)}"
             f"{f' x {s.virtual_stages} virtual stages' * (s.virtual_stages > 1)}"
             f"{f' x {self.replicas} replicas' * (self.replicas > 1)},"
-            f" {self.micro_batches} micro-batches{of}, checkpoint={s.checkpoint}"
+            f" {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{of},"
+            f" checkpoint={s.checkpoint}"
             f"{', step=micro-batch' * (s.step == 'micro-batch')}",
             *table_lines(header, rows),
             f"Bubble {self.bubble:.1%} of the time;{self._step()} stages send"
@@ -225,8 +226,14 @@ def _layout_row(plan: Plan, fastest: float) -> list[str]:
 
 
 def _notes(plans: Sequence[Plan]) -> list[str]:
-    """What isn't counted."""
+    """Choices that were not to be had, and what isn't counted."""
     notes = ["Not counted: what the step computes outside the backbone"]
     if any(stage.memory.optimizer is None for stage in plans[0].stages):
         notes[0] += "; the optimizer's state, which isn't known"
-    return [f"{notes[0]}."]
+    clipped = {int(p.settings.chunks): p.micro_batches for p in plans}
+    fewer = [
+        f"chunks={chunks}: a mini-batch of {samples} sample{'s' * (samples > 1)} makes {samples}."
+        for chunks, samples in clipped.items()
+        if samples < chunks
+    ]
+    return [f"{notes[0]}.", *fewer]

@@ -16,9 +16,9 @@ from lightning_gpipe.schedule.actions import Action, Schedule, kept_graphs
 
 #: Micro-batches that a stage prepares to receive before it comes to them; of small ones all.
 _AHEAD, _SMALL = 2, 1 << 16
-#: Micro-batches whose messages may be under way before their memory is needed, and the bytes from
-#: which on these aren't copied.
-_UNDER_WAY, _LARGE = 3, 1 << 21
+#: Bytes up to which what is sent is copied to memory that is used again and again, and those from
+#: which on it stays where it is while some micro-batches are under way.
+_COPIED, _LARGE, _UNDER_WAY = 1 << 20, 1 << 21, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,12 @@ class _Part:
         input: What it is given.
         output: What it returns.
         graph: What autograd saves.
-        backward: The most that a backward holds, the graph included.
+        backward: The most that a backward holds, the graph included, without the output's gradient.
         forward: The most that a forward holds that saves nothing, with a copy of its input.
-        transient: The most that comes and goes with the backward of an operation.
+        first_half: The most that lives in the first half of a split backward besides the graph,
+            without the output's gradient.
         arriving: What a split backward keeps besides the graph.
+        behind: What of the graph it lets go of after its first half.
     """
 
     tensors: tuple[HeldTensor, ...]
@@ -132,8 +134,9 @@ class _Part:
     graph: int
     backward: int
     forward: int
-    transient: int
+    first_half: int
     arriving: int
+    behind: int
 
     @classmethod
     def of(cls, layers: Sequence[LayerMemory]) -> _Part:
@@ -141,7 +144,15 @@ class _Part:
         backward = 0
         for layer in layers:  # a backward has let go of the graphs of the layers behind it
             saved |= layer.saved
-            backward = max(backward, sum(saved.values()) + layer.backward)
+            more = layer.last_backward if layer is layers[-1] else layer.backward
+            backward = max(backward, sum(saved.values()) + more)
+        first_half = arriving = 0
+        behind: dict[int, int] = {}
+        for layer in reversed(layers):
+            first_half = max(first_half, arriving + layer.first_half)
+            if not arriving:
+                behind |= dict(list(layer.saved.items())[len(layer.saved) - layer.behind :])
+            arriving += layer.arriving
         inside = [layer.input.nbytes * (i > 0) + layer.forward for i, layer in enumerate(layers)]
         return cls(
             tuple(tensor for layer in layers for tensor in layer.tensors),
@@ -150,8 +161,9 @@ class _Part:
             sum(saved.values()),
             backward,
             layers[0].input.nbytes + max(inside),
-            max(layer.backward for layer in layers),
-            sum(layer.arriving for layer in layers),
+            first_half,
+            arriving,
+            sum(behind.values()),
         )
 
 
@@ -187,6 +199,7 @@ class _Walk:
     _most: _Holding = field(default_factory=_Holding)
     _own: tuple[int, ...] = ()
     _left: Counter[tuple[int, str]] = field(default_factory=Counter)
+    _done: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def peak(self) -> _Holding:
         """What is held at the time when it is the most."""
@@ -217,11 +230,10 @@ class _Walk:
                     if self._is_local(stage, -1):
                         now.inputs -= part.input.nbytes
                     if stage == last and not self.is_whole_batch:  # the loss is differentiated
-                        graph = part.graph if is_kept else 0
-                        self._note(now, given + graph + part.output.nbytes + part.output.gradient)
+                        left = part.graph if is_kept else given
+                        self._note(now, left + part.output.nbytes + part.output.gradient)
                     if is_kept:
                         now.graphs += part.graph
-                        now.inputs += 0 if is_user_input else part.input.gradient
                         self._drop_own(now, part, stage)
                     elif not is_user_input:
                         now.inputs += part.input.nbytes
@@ -235,8 +247,8 @@ class _Walk:
                 case "R":
                     self._note(now, part.graph)
                     now.graphs += part.graph
-                    if not is_user_input:  # of the input only what wants a gradient is kept
-                        now.inputs += part.input.gradient - part.input.nbytes
+                    if not is_user_input:
+                        now.inputs -= part.input.nbytes
                     else:
                         self._drop_own(now, part, stage)
                 case "B" | "I":
@@ -244,20 +256,22 @@ class _Walk:
                         now.ends -= part.output.gradient
                     if self._is_local(stage, 1):
                         now.inputs -= part.output.gradient
+                    is_of_mini_batch = stage == last and self.is_whole_batch
+                    given = 0 if is_of_mini_batch else part.output.gradient
                     if action.op == "B":
-                        self._note(now, part.backward - part.graph)
+                        self._note(now, given + part.backward - part.graph)
                     elif part.input.gradient:
-                        self._note(now, part.arriving + part.transient)
-                    now.graphs -= part.graph if action.op == "B" else -_arriving(part)
-                    if not is_user_input:
-                        now.inputs -= part.input.gradient
+                        self._note(now, given + part.first_half)
+                    now.graphs -= part.graph if action.op == "B" else -_second_half(part)
                     if self._is_local(stage, -1) or (is_user_input and self.is_whole_batch):
                         now.inputs += part.input.gradient
                     if is_user_input and not self.is_whole_batch and part.input.gradient:
                         now.inputs -= part.input.nbytes
                 case "W":
-                    self._note(now, 0 if part.input.gradient else part.backward - part.graph)
-                    now.graphs -= part.graph + _arriving(part)
+                    largest = max((tensor.gradient for tensor in part.tensors), default=0)
+                    whole = part.backward - part.graph
+                    self._note(now, largest if part.input.gradient else whole)
+                    now.graphs -= part.graph + _second_half(part)
         if self.is_whole_batch and is_first:  # the gradient of the mini-batch's input
             now.messages = 0
             self._note(now, count * first_part.input.gradient * (count > 1))
@@ -282,16 +296,20 @@ class _Walk:
         now.ends += gradient - whole
 
     def _messages(self, action: Action) -> int:
-        """Bytes of what is awaited from other ranks during an action and after it."""
+        """Bytes of what is awaited from other ranks, or sent to them, during an action."""
         kind = "F" if action.op == "F" else "B"
         if action.op in ("F", "B", "I"):
             self._left[action.stage, kind] -= 1
+            self._done[action.stage, kind] += 1
         held = 0
         for stage in self._own:
             part, forwards = self.parts[stage], self._left[stage, "F"]
             if stage and not self._is_local(stage, -1):
                 held += _ahead(part.input.nbytes, forwards)
+                held += _under_way(part.input.gradient, self._done[stage, "B"])
             is_fed = stage + 1 < len(self.parts) and not self._is_local(stage, 1)
+            if is_fed:
+                held += _under_way(part.output.nbytes, self._done[stage, "F"])
             if is_fed and not (self.is_whole_batch and forwards):
                 held += _ahead(part.output.gradient, self._left[stage, "B"] - forwards)
         return held
@@ -320,6 +338,16 @@ def _ahead(nbytes: int, left: int) -> int:
     return nbytes * (left if nbytes <= _SMALL else min(_AHEAD, left))
 
 
-def _arriving(part: _Part) -> int:
-    """What a backward keeps between its halves: where no input wants a gradient, it isn't split."""
-    return part.arriving if part.input.gradient else 0
+def _under_way(nbytes: int, sent: int) -> int:
+    """Bytes of the messages that a stage has sent and still holds, of so many that it has sent."""
+    if nbytes <= _COPIED:
+        return nbytes
+    return nbytes * min(_UNDER_WAY, sent) if nbytes >= _LARGE else 0
+
+
+def _second_half(part: _Part) -> int:
+    """What a backward keeps between its halves, less the graph that it lets go of.
+
+    Where no input wants a gradient, it isn't split: all is done in the second half.
+    """
+    return part.arriving - part.behind if part.input.gradient else part.output.gradient

@@ -108,7 +108,7 @@ class PlanningStrategy(SavingStrategy):
         }
         chosen = {name: values for name, values in given.items() if values is not None}
         choices = replace(Choices.around(settings, devices), **chosen)
-        place = torch.device(device) if device is not None else _accelerator()
+        place = _accelerator() if device is None else _device(device)
         batch, input = map(self.precision_plugin.convert_input, (batch, input))
         with (
             warnings.catch_warnings(),
@@ -182,6 +182,13 @@ def _measured(
             trains=True,
             training=True,
         )
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one of torch, as 'cuda', got device={name!r}.") from error
 
 
 def _accelerator() -> torch.device:

@@ -1,0 +1,180 @@
+"""What lives in the backward of a layer, seen by running it on tensors without values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_gpipe.model.on_meta import Pretended, UntraceableLayer, run_layer_on_meta
+from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.tree import Tree
+
+
+def in_backward(
+    layer: nn.Module,
+    run_layer: RunLayer,
+    index: int,
+    value: Any,
+    own: Mapping[str, Tensor],
+    training: bool | None,
+    place: Pretended,
+) -> tuple[int, int] | None:
+    """What lives in a layer's backward: the bytes of :class:`BackwardWatch`.
+
+    Args:
+        layer: The layer.
+        run_layer: Runs it.
+        index: Its place.
+        value: Its input, without values.
+        own: What stands for its parameters and buffers.
+        training: See :func:`run_layer_on_meta`.
+        place: For which device tensors pass.
+
+    Returns:
+        None if its backward can't run without values.
+    """
+    watch = BackwardWatch(run_layer, own.values())
+    parameters = [(p, p.grad) for p in layer.parameters()]
+    try:
+        run_layer_on_meta(layer, watch.run_layer, index, value, own, training=training, place=place)
+    except UntraceableLayer:
+        return None
+    finally:
+        for parameter, gradient in parameters:  # a recompute of the user's may know them
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+    return watch.most, watch.own
+
+
+class BackwardWatch:
+    """Runs layers forward and backward, and notes the most that lives beside what was saved.
+
+    Args:
+        run: Runs a layer.
+        parameters: The layer's.
+    """
+
+    def __init__(self, run: RunLayer, parameters: Iterable[Tensor]) -> None:
+        self._run = run
+        self._parameters = [p for p in parameters if p.requires_grad]
+        #: Bytes that lived at one time in the last layer's backward, less those that its forward
+        #: had saved, with the gradient of its output as long as an operation needed it.
+        self.most = 0
+        #: The same without the gradient of its output.
+        self.own = 0
+
+    def run_layer(self, index: int, layer: Callable[..., Any], value: Any) -> Any:
+        """Run a layer whose input has no values."""
+        live = _Live()
+        with torch.enable_grad(), live:
+            outputs = self._run(index, layer, _entered(value))
+            wanted = [t for t in Tree.of(outputs, "A layer's output").tensors() if t.requires_grad]
+            if wanted:
+                gradients = [torch.empty_like(t) for t in wanted]
+                live.set_apart(gradients)
+                end = _End.apply(gradients, *wanted)
+                del outputs, wanted
+                handles = [p.register_post_accumulate_grad_hook(_forget) for p in self._parameters]
+                live.begin()
+                end.backward()
+                for handle in handles:
+                    handle.remove()
+        self.most, self.own = live.most, live.own
+        return value
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the memory that operations make in a context, and that still lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._known: set[int] = set()
+        self._now = self._apart = 0
+        self.most = self.own = 0
+
+    def set_apart(self, tensors: list[Tensor]) -> None:
+        """Count the memory of some tensors by itself."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._now -= storage.nbytes()
+            self._apart += storage.nbytes()
+            weakref.finalize(storage, self._end_apart, storage.nbytes())
+
+    def begin(self) -> None:
+        """Count from what lives now, apart from what was set apart."""
+        self._now, self.own, self.most = 0, 0, self._apart
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = id(storage)
+                if key not in given and key not in self._known:
+                    self._known.add(key)
+                    self._now += storage.nbytes()
+                    weakref.finalize(storage, self._end, key, storage.nbytes())
+        self.own = max(self.own, self._now)
+        self.most = max(self.most, self._now + self._apart)
+        return result
+
+    def _end(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes
+
+    def _end_apart(self, nbytes: int) -> None:
+        self._apart -= nbytes
+        self._now += nbytes  # it is taken off there, too
+
+
+class _Start(torch.autograd.Function):
+    """Begins a graph with tensors that may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        return None, None
+
+
+class _End(torch.autograd.Function):
+    """Ends a graph: its backward gives some gradients, and lets go of them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None  # it is counted by itself
+
+
+def _entered(value: Any) -> Any:
+    """A layer's input, with a graph of its own."""
+    tree = Tree.of(value, "A layer's input")
+    leaves = list(tree.leaves)
+    wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if wanted:
+        start = torch.empty(0, requires_grad=True)
+        heads = _Start.apply(start, [leaves[i].detach() for i in wanted])
+        for i, head in zip(wanted, heads, strict=True):
+            leaves[i] = head
+    return tree.with_leaves(leaves).value()
