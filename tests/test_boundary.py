@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -95,6 +96,37 @@ def tree(value: Any) -> Tree:
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_arrives_in_order(seed: int) -> None:
     run_ranks(exchange, 2, seed, timeout_s=60)
+
+
+def answer() -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=20)) for _ in range(2)]
+    channel = Channel(
+        1 - rank, 1 - rank, groups[0], groups[1], torch.device("cpu"), through_host=True
+    )
+    sender = Sender(channel)
+    receiver = Receiver(channel, answers=sender)
+    if rank == 0:
+        sent = [torch.zeros(1 << 20) for _ in range(2)]
+        memory = [weakref.ref(tensor.untyped_storage()) for tensor in sent]
+        for m in range(2):
+            sender.send(m, tree(sent.pop(0)), [True], training=True)
+        receiver.expect([0], training=True)
+        receiver.take(0)
+        if [ref() is None for ref in memory] != [True, False]:
+            raise AssertionError("the memory of what was answered must be free, and no other")
+    else:
+        receiver.expect([0, 1], training=True)
+        sender.send(0, receiver.take(0)[0], [False], training=True)
+        receiver.take(1)
+    sender.flush()
+    dist.barrier(groups[0])
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_a_gradient_frees_what_it_answers() -> None:
+    run_ranks(answer, 2, timeout_s=60)
 
 
 def control() -> ObjectChannel:

@@ -14,8 +14,8 @@ Receives are posted ahead. A receive needs its size, so the tensors of a micro-b
 ahead only where the signature was the same the last two times. Both ends know that: when it changes
 all the same, the sender fills the posted receives with bytes that the receiver throws away, and
 sends the tensors beside them, over the headers' group, where they can't meet receives that were
-posted for later micro-batches. A send is not waited for until a few more were
-made: then its memory is needed.
+posted for later micro-batches. A send is not waited for until a few more were made, or its
+gradient has come: then its memory is needed.
 
 Through host memory, messages wait for nobody, and receives are posted as early as they can. On a
 device, one may wait for another that was posted before it: a rank's receives are posted where they
@@ -36,63 +36,19 @@ from torch import Tensor
 
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
 from lightning_gpipe.comm.nearby import PointToPoint, Transfer, Work
-from lightning_gpipe.comm.packet import Layout, Layouts, Packet, Sent
+from lightning_gpipe.comm.packet import Layouts, Packet, Sent
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
+from lightning_gpipe.comm.remembered import Place, Remembered
 from lightning_gpipe.comm.signature import Signature, TensorType
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
 
 _SMALL = 1 << 16  # bytes of a packet's tensors up to which all its receives are posted at once
-_IN_PACKET = 1 << 20  # bytes up to which a message more costs more than a copy
 _AHEAD = 2  # micro-batches that a receiver posts ahead; of small ones it posts all
 # Micro-batches that a sender leaves under way at least before it waits for the oldest: gloo tells
 # of a finished send only to who waits for it. The receiver has posted its receives by then unless
 # it is behind, and then there is nothing to win.
 _UNDER_WAY = _AHEAD + 1
-
-
-_Place: TypeAlias = tuple[bool, int]  # whether the call trains, and the micro-batch
-
-
-@dataclass(slots=True)
-class _Memory:
-    """What both ends of a link remember of one place.
-
-    Args:
-        layout: What travels in one packet with the header.
-        signature: The last one.
-        stable: Whether it was the same the last two times: then it is what the receiver expects,
-            and has posted.
-        is_packed: Whether all of it travels in the packet.
-    """
-
-    layout: Layout
-    signature: Signature | None = None
-    stable: bool = False
-    is_packed: bool = False
-
-    def beside(self, channel: Channel) -> list[TensorType]:
-        """What the receiver has posted ahead, besides the packet."""
-        if self.signature is None or not self.stable:
-            return []
-        types = self.signature.tensor_types
-        return [k for k in types if not (self.layout.kinds and channel.is_in_host(k))]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what crossed last."""
-        return sum(k.nbytes for k in self.signature.tensor_types) if self.signature else 0
-
-    def update(self, signature: Signature, channel: Channel, layouts: Layouts) -> None:
-        """Remember what was sent; a signature that didn't change is the same object."""
-        stable = signature is self.signature
-        if stable != self.stable:
-            kinds = tuple(k for k in signature.tensor_types if channel.is_in_host(k))
-            nbytes = sum(kind.nbytes for kind in kinds)
-            kinds = kinds if stable and 0 < nbytes <= _IN_PACKET else ()
-            self.layout = layouts[kinds]
-            self.is_packed = stable and kinds == signature.tensor_types
-        self.signature, self.stable = signature, stable
 
 
 _Pending: TypeAlias = tuple[Tensor, Work | None]  # None: nothing to wait for
@@ -110,8 +66,9 @@ class Sender:
     channel: Channel
     under_way: int = _UNDER_WAY
     _layouts: Layouts = field(default_factory=Layouts)
-    _memory: dict[_Place, _Memory] = field(default_factory=dict)
+    _memory: dict[Place, Remembered] = field(default_factory=dict)
     _sent: int = 0
+    _numbers: dict[int, int] = field(default_factory=dict)  # by the micro-batch
     _pending: deque[Sent] = field(default_factory=deque)
 
     def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
@@ -124,6 +81,7 @@ class Sender:
             training: Whether the call trains; the receiver expects the same.
         """
         self._sent += 1
+        self._numbers[m] = self._sent
         while self._pending:
             oldest = self._pending[0]
             # a copy is taken only when the receiver comes to it, not as soon as it is posted for
@@ -133,7 +91,7 @@ class Sender:
             self._pending.popleft().wait()
         memory = self._memory.get((training, m))
         if memory is None:
-            memory = self._memory[training, m] = _Memory(self._layouts[()])
+            memory = self._memory[training, m] = Remembered(self._layouts[()])
         signature = memory.signature
         if signature is None or not signature.matches(tree, requires_grad):
             signature = Signature.of(tree, requires_grad)
@@ -160,7 +118,7 @@ class Sender:
             self._post(strides.to_bytes(tensor).to(wire), group, tag)
 
     def _send_changed(
-        self, m: int, tree: Tree, signature: Signature, training: bool, memory: _Memory
+        self, m: int, tree: Tree, signature: Signature, training: bool, memory: Remembered
     ) -> None:
         """Send a boundary that isn't as the last time, after what the receiver has posted for."""
         blob, channel = pickle.dumps(signature), self.channel
@@ -187,6 +145,12 @@ class Sender:
     def allow(self, under_way: int) -> None:
         """Let so many micro-batches be under way before the oldest is waited for."""
         self.under_way = max(under_way, _UNDER_WAY)
+
+    def let_go(self, m: int) -> None:
+        """Give back the memory of what was sent up to a micro-batch, which has been answered."""
+        number = self._numbers.get(m, 0)
+        while self._pending and self._pending[0].number <= number:
+            self._pending.popleft().wait()
 
     def flush(self) -> None:
         """Wait until everything sent has left its memory."""
@@ -217,8 +181,8 @@ class _Slot:
         instead: The receives of all tensors, where others come than those that were posted.
     """
 
-    place: _Place
-    memory: _Memory
+    place: Place
+    memory: Remembered
     packet: Packet
     work: Work | None
     beside: list[_Pending] | None = None
@@ -228,12 +192,18 @@ class _Slot:
 
 @dataclass(slots=True)
 class Receiver:
-    """The receiving end of a link."""
+    """The receiving end of a link.
+
+    Args:
+        channel: Its channel.
+        answers: The sender whose boundaries are answered by those that arrive.
+    """
 
     channel: Channel
+    answers: Sender | None = None
     _layouts: Layouts = field(default_factory=Layouts)
-    _memory: dict[_Place, _Memory] = field(default_factory=dict)
-    _order: deque[_Place] = field(default_factory=deque)
+    _memory: dict[Place, Remembered] = field(default_factory=dict)
+    _order: deque[Place] = field(default_factory=deque)
     _slots: deque[_Slot] = field(default_factory=deque)
 
     @property
@@ -289,6 +259,8 @@ class Receiver:
         slot.memory.update(signature, self.channel, self._layouts)
         self._slots.popleft()
         self._post_ahead()
+        if self.answers is not None:
+            self.answers.let_go(m)
         return signature.fill(tensors), list(signature.requires_grad)
 
     def _tensors(self, slot: _Slot, signature: Signature) -> list[Tensor]:
@@ -336,7 +308,7 @@ class Receiver:
         slot.signature = signature
         return signature
 
-    def _other_than(self, m: int, arrived: _Place, training: bool | None = None) -> RuntimeError:
+    def _other_than(self, m: int, arrived: Place, training: bool | None = None) -> RuntimeError:
         is_other = training is not None and arrived[0] != training
         return RuntimeError(
             f"Expected micro-batch {m} from rank {self.channel.peer}, but got {arrived[1]}"
@@ -368,11 +340,11 @@ class Receiver:
                     break  # tensors arrive in order: the next ones can't be posted before these
                 self._post_slot(slot)
 
-    def _new_slot(self, place: _Place) -> _Slot:
+    def _new_slot(self, place: Place) -> _Slot:
         """Post the receive of a packet."""
         memory = self._memory.get(place)
         if memory is None:
-            memory = self._memory[place] = _Memory(self._layouts[()])
+            memory = self._memory[place] = Remembered(self._layouts[()])
         packet = Packet(memory.layout)
         work = self.channel.receive(packet.buffer, self.channel.headers, HEADER)
         return _Slot(place, memory, packet, work)

@@ -24,10 +24,10 @@ class RankLinks:
         self._receivers: dict[int, Receiver] = {}  # of activations, by their boundary
         self.of_stages = {
             stage: Links(
-                self._source(stage, stage - 1, "activations"),
-                self._sink(stage, stage + 1, "activations"),
-                self._source(stage, stage + 1, "gradients"),
-                self._sink(stage, stage - 1, "gradients"),
+                activations_out=self._sink(stage, stage + 1, "activations"),
+                activations_in=self._source(stage, stage - 1, "activations"),
+                gradients_in=self._source(stage, stage + 1, "gradients"),
+                gradients_out=self._sink(stage, stage - 1, "gradients"),
             )
             for stage, rank in enumerate(placement)
             if rank == groups.stage
@@ -65,7 +65,8 @@ class RankLinks:
         boundary, peer = min(stage, neighbour), self._placement[neighbour]
         if peer == self._groups.stage:
             return self._inside.setdefault((boundary, kind), Local())
-        receiver = Receiver(self._groups.channel(peer, boundary, kind))
+        answers = self._senders[stage, neighbour] if kind == "gradients" else None
+        receiver = Receiver(self._groups.channel(peer, boundary, kind), answers)
         if kind == "activations":
             self._receivers[boundary] = receiver
         return receiver

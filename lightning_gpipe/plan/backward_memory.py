@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import backward  # itself, where a run of one stage has put another in its place
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,13 +77,13 @@ class BackwardWatch:
             outputs = self._run(index, layer, _entered(value))
             wanted = [t for t in Tree.of(outputs, "A layer's output").tensors() if t.requires_grad]
             if wanted:
-                gradients = [torch.empty_like(t) for t in wanted]
+                gradients = [torch.empty_like(t, device=t.device) for t in wanted]
                 live.set_apart(gradients)
                 end = _End.apply(gradients, *wanted)
                 del outputs, wanted
                 handles = [p.register_post_accumulate_grad_hook(_forget) for p in self._parameters]
                 live.begin()
-                end.backward()
+                backward(end)
                 for handle in handles:
                     handle.remove()
         self.most, self.own = live.most, live.own
@@ -173,7 +174,7 @@ def _entered(value: Any) -> Any:
     leaves = list(tree.leaves)
     wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if wanted:
-        start = torch.empty(0, requires_grad=True)
+        start = leaves[wanted[0]].new_empty(0).requires_grad_()
         heads = _Start.apply(start, [leaves[i].detach() for i in wanted])
         for i, head in zip(wanted, heads, strict=True):
             leaves[i] = head

@@ -199,7 +199,8 @@ class _Walk:
     _most: _Holding = field(default_factory=_Holding)
     _own: tuple[int, ...] = ()
     _left: Counter[tuple[int, str]] = field(default_factory=Counter)
-    _done: Counter[tuple[int, str]] = field(default_factory=Counter)
+    _sent: dict[int, list[int]] = field(default_factory=dict)
+    _answered: Counter[int] = field(default_factory=Counter)
 
     def peak(self) -> _Holding:
         """What is held at the time when it is the most."""
@@ -300,16 +301,21 @@ class _Walk:
         kind = "F" if action.op == "F" else "B"
         if action.op in ("F", "B", "I"):
             self._left[action.stage, kind] -= 1
-            self._done[action.stage, kind] += 1
+            sent = self._sent.setdefault(action.stage, [])
+            if kind == "F":
+                sent.append(action.micro_batch)
+            else:  # a gradient tells that what it answers has arrived, and what was sent before
+                del sent[: sent.index(action.micro_batch) + 1 if action.micro_batch in sent else 0]
+                self._answered[action.stage] += 1
         held = 0
         for stage in self._own:
             part, forwards = self.parts[stage], self._left[stage, "F"]
             if stage and not self._is_local(stage, -1):
                 held += _ahead(part.input.nbytes, forwards)
-                held += _under_way(part.input.gradient, self._done[stage, "B"])
+                held += _under_way(part.input.gradient, self._answered[stage])
             is_fed = stage + 1 < len(self.parts) and not self._is_local(stage, 1)
             if is_fed:
-                held += _under_way(part.output.nbytes, self._done[stage, "F"])
+                held += _under_way(part.output.nbytes, len(self._sent.get(stage, ())))
             if is_fed and not (self.is_whole_batch and forwards):
                 held += _ahead(part.output.gradient, self._left[stage, "B"] - forwards)
         return held
