@@ -79,6 +79,7 @@ class LayerMemory:
         tensors: Its parameters and buffers.
         input: What it is given.
         output: What it returns.
+        output_saved: Bytes of that which autograd saved in the layer, too.
         saved: What autograd saves in its forward of one micro-batch, for its backward: for each
             piece of memory a number, the same for all layers that save it, and its bytes.
         forward: The most bytes that live within a forward that saves nothing, without its input.
@@ -96,6 +97,7 @@ class LayerMemory:
     tensors: tuple[HeldTensor, ...]
     input: Boundary
     output: Boundary
+    output_saved: int
     saved: Mapping[int, int]
     forward: int
     first_half: int
@@ -193,9 +195,9 @@ def layer_memories(
                     known.update({key: shown} if shown is not None else {})
             after = Tree.of(value, "A layer's output").tensors()
             held, (saved, rest) = held_tensors(layer.modules(), optimizer_bytes), found
-            facts.append(
-                LayerMemory(held, _boundary(given.tensors()), _boundary(after), saved, *rest)
-            )
+            kept = sum(t.nbytes for t in after if watch.known_number(t.untyped_storage()) in saved)
+            boundaries = _boundary(given.tensors()), _boundary(after)
+            facts.append(LayerMemory(held, *boundaries, kept, saved, *rest))
     return tuple(facts)
 
 

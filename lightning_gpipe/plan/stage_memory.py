@@ -119,6 +119,7 @@ class _Part:
         tensors: Its layers' parameters and buffers.
         input: What it is given.
         output: What it returns.
+        beside_graph: Bytes of that which the graph doesn't hold.
         graph: What autograd saves.
         backward: The most that a backward holds, the graph included, without the output's gradient.
         forward: The most that a forward holds that saves nothing, with a copy of its input.
@@ -131,6 +132,7 @@ class _Part:
     tensors: tuple[HeldTensor, ...]
     input: Boundary
     output: Boundary
+    beside_graph: int
     graph: int
     backward: int
     forward: int
@@ -158,6 +160,7 @@ class _Part:
             tuple(tensor for layer in layers for tensor in layer.tensors),
             layers[0].input,
             layers[-1].output,
+            layers[-1].output.nbytes - layers[-1].output_saved,
             sum(saved.values()),
             backward,
             layers[0].input.nbytes + max(inside),
@@ -199,13 +202,14 @@ class _Walk:
     _most: _Holding = field(default_factory=_Holding)
     _own: tuple[int, ...] = ()
     _left: Counter[tuple[int, str]] = field(default_factory=Counter)
-    _sent: dict[int, list[int]] = field(default_factory=dict)
-    _answered: Counter[int] = field(default_factory=Counter)
+    _kept: frozenset[tuple[int, int]] = frozenset()
+    _forwards: dict[int, dict[int, int]] = field(default_factory=dict)
+    _backwards: Counter[int] = field(default_factory=Counter)
 
     def peak(self) -> _Holding:
         """What is held at the time when it is the most."""
         program, last = self.schedule.programs[self.rank], len(self.parts) - 1
-        kept = kept_graphs(program)
+        self._kept = kept = frozenset(kept_graphs(program))
         self._own = tuple(sorted({action.stage for action in program}))
         ops = ((a.stage, "F" if a.op == "F" else "B") for a in program if a.op not in ("R", "W"))
         self._left = Counter(ops)
@@ -231,8 +235,9 @@ class _Walk:
                     if self._is_local(stage, -1):
                         now.inputs -= part.input.nbytes
                     if stage == last and not self.is_whole_batch:  # the loss is differentiated
+                        output = part.beside_graph if is_kept else part.output.nbytes
                         left = part.graph if is_kept else given
-                        self._note(now, left + part.output.nbytes + part.output.gradient)
+                        self._note(now, left + output + part.output.gradient)
                     if is_kept:
                         now.graphs += part.graph
                         self._drop_own(now, part, stage)
@@ -301,24 +306,32 @@ class _Walk:
         kind = "F" if action.op == "F" else "B"
         if action.op in ("F", "B", "I"):
             self._left[action.stage, kind] -= 1
-            sent = self._sent.setdefault(action.stage, [])
-            if kind == "F":
-                sent.append(action.micro_batch)
-            else:  # a gradient tells that what it answers has arrived, and what was sent before
-                del sent[: sent.index(action.micro_batch) + 1 if action.micro_batch in sent else 0]
-                self._answered[action.stage] += 1
+            self._send(action.stage, action.micro_batch, kind)
         held = 0
         for stage in self._own:
             part, forwards = self.parts[stage], self._left[stage, "F"]
             if stage and not self._is_local(stage, -1):
                 held += _ahead(part.input.nbytes, forwards)
-                held += _under_way(part.input.gradient, self._answered[stage])
+                held += _under_way(
+                    part.input.gradient, [part.input.gradient] * self._backwards[stage]
+                )
             is_fed = stage + 1 < len(self.parts) and not self._is_local(stage, 1)
             if is_fed:
-                held += _under_way(part.output.nbytes, len(self._sent.get(stage, ())))
+                sent = self._forwards.get(stage, {})
+                held += _under_way(part.output.nbytes, [*sent.values()])
             if is_fed and not (self.is_whole_batch and forwards):
                 held += _ahead(part.output.gradient, self._left[stage, "B"] - forwards)
         return held
+
+    def _send(self, stage: int, m: int, kind: str) -> None:
+        """Note what is sent, until its gradient tells that it has arrived."""
+        sent, part = self._forwards.setdefault(stage, {}), self.parts[stage]
+        if kind == "F":
+            sent[m] = part.beside_graph if (stage, m) in self._kept else part.output.nbytes
+            return
+        self._backwards[stage] += 1
+        for earlier in list(sent)[: list(sent).index(m) + 1 if m in sent else 0]:
+            del sent[earlier]
 
     def _is_local(self, stage: int, step: int) -> bool:
         """Whether a neighbouring stage is on this rank."""
@@ -344,11 +357,16 @@ def _ahead(nbytes: int, left: int) -> int:
     return nbytes * (left if nbytes <= _SMALL else min(_AHEAD, left))
 
 
-def _under_way(nbytes: int, sent: int) -> int:
-    """Bytes of the messages that a stage has sent and still holds, of so many that it has sent."""
+def _under_way(nbytes: int, sent: Sequence[int]) -> int:
+    """Bytes of the messages that a stage has sent and still holds.
+
+    Args:
+        nbytes: Of one.
+        sent: What of each that may be under way nothing else holds.
+    """
     if nbytes <= _COPIED:
         return nbytes
-    return nbytes * min(_UNDER_WAY, sent) if nbytes >= _LARGE else 0
+    return sum(sent[-_UNDER_WAY:]) if nbytes >= _LARGE else 0
 
 
 def _second_half(part: _Part) -> int:
