@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
+from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import lightning as L
@@ -12,6 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.plan.balance import Balancing
+from lightning_gpipe.plan.fitting import Fitting
+from lightning_gpipe.plan.memory import Boundary, HeldTensor, LayerMemory
+from lightning_gpipe.plan.model_memory import ModelMemory
 from lightning_gpipe.plan.plans import Plan
 from tests.ranks import run_ranks
 from tests.training import train
@@ -73,6 +81,48 @@ def test_as_little_is_recomputed_as_fits() -> None:
         assert held[found.settings.checkpoint if least else 0] == held[least]  # type: ignore[index]
         before = plan(Deep(8), checkpoint="auto", memory_limit=held[least] - 1)
         assert before.most < held[least] or not before.fits
+
+
+def made_up(numbers: random.Random, layers: int) -> ModelMemory:
+    """Layers of unequal weights, whose boundaries are as large as what they hold."""
+    widths = [numbers.choice([1, 2, 4, 8]) * 100_000 for _ in range(layers + 1)]
+    found = []
+    for i, (before, after) in enumerate(pairwise(widths)):
+        weight = numbers.randrange(1, 20) * 100_000
+        held = HeldTensor(i, weight, weight, 2 * weight)
+        boundaries = Boundary(before, before), Boundary(after, after)
+        saved = {3 * i + k: after for k in range(3)}
+        rest = 2 * after, before + after, after, 1, before + after, before
+        found.append(LayerMemory((held,), *boundaries, 0, saved, *rest))
+    return ModelMemory(tuple(found), (), ((), ()))
+
+
+def test_a_cut_is_found_where_there_is_one() -> None:
+    """For limits 10 % above the least with which any cut fits; 9 of 10 times at least."""
+    numbers, layers, stages, chunks = random.Random(3), 9, 3, 8
+    found = []
+    for _ in range(20):
+        memory = made_up(numbers, layers)
+        costs = [float(numbers.randrange(1, 20)) for _ in range(layers)]
+        given = iter(costs)
+        balancing = Balancing([nn.Identity()] * layers, lambda *_: None, None, list, print)
+        settings = GPipeStrategy(
+            chunks,
+            stages=stages,
+            step=numbers.choice(["mini-batch", "micro-batch"]),
+            checkpoint=numbers.choice(["always", "never", 3]),
+            balance=lambda *_, given=given: next(given),
+        )._settings
+        cuts = ([0, *bounds, layers] for bounds in combinations(range(1, layers), stages - 1))
+        sizes = [tuple(b - a for a, b in pairwise(bounds)) for bounds in cuts]
+        least = min(
+            memory.expected(Partition(each, tuple(costs), "any"), settings, chunks).highest
+            for each in sizes
+        )
+        settings = replace(settings, memory_limit=int(1.1 * least))
+        fitting = Fitting(balancing, lambda _, memory=memory: memory, None, stages, 1)
+        found.append(fitting.fit(settings, [chunks]).fits(settings.limit))
+    assert sum(found) >= 18
 
 
 class Watch(L.Callback):

@@ -16,7 +16,7 @@ from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 
-_TRIES = 8  # cuts that are tried to stay within a limit
+_TRIES, _MOVES = 3, 16  # cuts that are tried to stay within a limit, and changes of the best
 #: Share of a device's memory that stages may fill: the rest is for kernels, and lost in gaps.
 _USABLE = 0.9
 
@@ -110,7 +110,8 @@ class Fitting:
         """Share the layers out within the limit; if no cut stays within it, the nearest found.
 
         What a stage holds besides its layers' sum, such as its inputs, isn't known before the cut:
-        where a stage holds too much, the layers' limit is lowered by that, and they are cut anew.
+        it is added to its first layer's, and the layers are cut anew. Then single layers move from
+        the stage that holds the most to the next ones.
         """
         if memory is None:
             return self.balancing.partition(self.stages, settings), None
@@ -119,19 +120,48 @@ class Fitting:
         expected = memory.expected(best, settings, count, self.replicas)
         if limit is None or settings.sizes is not None:
             return best, expected
-        within = float(limit)
+        partition, found, raised = best, expected, [*layers]
         for _ in range(_TRIES):
             if expected.highest <= limit:
                 break
+            for parts, held in zip(partition.stages, found.most, strict=True):
+                besides = held.total - sum(layers[i] for part in parts for i in part)
+                for first in (part[0] for part in parts):
+                    raised[first] = max(raised[first], layers[first] + besides / len(parts))
             try:
-                partition = self.balancing.partition(self.stages, settings, layers, within)
+                partition = self.balancing.partition(self.stages, settings, raised, limit)
             except ValueError:  # no cut at all
                 break
             found = memory.expected(partition, settings, count, self.replicas)
             if found.highest < expected.highest:
                 best, expected = partition, found
-            within -= max(found.highest - limit, 1)
+        for _ in range(_MOVES):
+            if (
+                expected.highest <= limit
+                or sum(m.kept for m in expected.most) > limit * self.stages
+            ):
+                break
+            moved = _moved(best, expected)
+            tried = [(p, memory.expected(p, settings, count, self.replicas)) for p in moved]
+            partition, found = min(tried, key=lambda pair: pair[1].beyond(limit))
+            if found.beyond(limit) >= expected.beyond(limit):
+                break
+            best, expected = partition, found
         return best, expected
+
+
+def _moved(partition: Partition, expected: ExpectedMemory) -> list[Partition]:
+    """Cuts with one layer less on the stage that holds the most."""
+    found, totals = [], [memory.total for memory in expected.most]
+    fullest = totals.index(max(totals))
+    for part in range(fullest, len(partition.sizes), partition.count):
+        for other in (part - 1, part + 1):
+            sizes = [*partition.sizes]
+            if sizes[part] > 1 and 0 <= other < len(sizes):
+                sizes[part] -= 1
+                sizes[other] += 1
+                found.append(replace(partition, sizes=tuple(sizes)))
+    return found or [partition]
 
 
 def usable_memory(device: torch.device) -> int | None:

@@ -54,6 +54,10 @@ class ExpectedMemory:
         """Bytes of the stage that holds the most."""
         return max(memory.total for memory in self.most)
 
+    def beyond(self, limit: int) -> int:
+        """Bytes that stages hold beyond a limit, together."""
+        return sum(max(0, memory.total - limit) for memory in self.most)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
