@@ -12,7 +12,6 @@ from lightning_gpipe.plan.plans import Plan
 
 LIMITS = {"AmoebaNet": 8 * GIB, "Transformer": 16 * GIB}
 PAPERS = {"AmoebaNet": published.AMOEBANETS, "Transformer": published.TRANSFORMERS}
-DEPTHS = {0: (18,), 1: (18, 36), 2: (18, 36), 4: (36, 72), 8: (72,)}  # L that are tried, by K
 STEP, WIDEST = 32, 1024  # D is a multiple of it
 
 
@@ -90,17 +89,6 @@ def widest(cells: int, stages: int, is_mixed: bool) -> int:
     return least * STEP
 
 
-def largest_amoebanet(stages: int, is_mixed: bool) -> tuple[int, int, int]:
-    """L, D and parameters of the AmoebaNet with the most of them whose stages fit."""
-    found = []
-    for cells in DEPTHS[stages]:
-        width = widest(cells, stages, is_mixed)
-        if width:
-            found.append((_size(cells, width), cells, width))
-    parameters, cells, width = max(found)
-    return cells, width, parameters
-
-
 Largest = dict[str, dict[bool, list[tuple[int, object, int]]]]
 
 
@@ -110,9 +98,9 @@ def largest(is_mixed: bool) -> dict[str, list[tuple[int, object, int]]]:
     L is 0 where none fits.
     """
     amoebanets: list[tuple[int, object, int]] = []
-    for stages, *_ in published.AMOEBANETS:
-        cells, width, parameters = largest_amoebanet(stages, is_mixed)
-        amoebanets.append((stages, (cells, width), parameters))
+    for stages, (cells, _), *_ in published.AMOEBANETS:
+        width = widest(cells, stages, is_mixed)
+        amoebanets.append((stages, (cells, width), _size(cells, width)))
     transformers: list[tuple[int, object, int]] = []
     for stages, *_ in published.TRANSFORMERS:
         depth = deepest(stages, is_mixed)
