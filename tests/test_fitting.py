@@ -181,6 +181,45 @@ def test_the_largest_depth_is_that_of_models_that_are_built(ties: bool) -> None:
     assert nothing.most is None
 
 
+class Small(L.LightningModule):
+    """A backbone of equal layers.
+
+    Args:
+        depth: How many.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth)))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def largest_depth(depth: int, memory: str) -> tuple[int | None, bool, str]:
+    strategy = GPipeStrategy(4, stages=2, checkpoint="always")
+    x = torch.empty(16, 64, device="meta")
+    found = strategy.plan(Small(depth), x, devices=2, memory=memory, device="cpu").all[0]
+    assert found.depth is not None
+    return found.depth.most, found.depth.is_exact, str(found)
+
+
+def test_the_largest_depth_does_not_depend_on_the_depth_asked_about() -> None:
+    most, is_exact, text = largest_depth(4, "32MB")
+    assert is_exact
+    assert f"up to {most:,} fit" in text
+    assert (most, is_exact) == largest_depth(100, "32MB")[:2]
+
+
+def test_a_depth_beyond_those_tried_is_told_as_the_least() -> None:
+    most, is_exact, text = largest_depth(4, "16GB")
+    assert not is_exact
+    assert f"at least {most:,} fit" in text
+
+
 def test_memory_that_is_not_known_is_asked_for() -> None:
     strategy = GPipeStrategy(8, checkpoint="auto")
     with pytest.raises(ValueError, match="memory_limit"):

@@ -37,7 +37,7 @@ NAMES: dict[type, str] = {
     Plan: "backbone bubble depth fits is_measured length length_per_batch micro_batches most"
     " replicas samples seconds sent settings stages",
     PlannedStage: "layers memory parameters share",
-    Depth: "block most",
+    Depth: "block is_exact most",
     StageMemory: "activations ends gradients inputs kept messages of_micro_batches optimizer total"
     " weights",
 }

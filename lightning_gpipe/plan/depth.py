@@ -9,8 +9,8 @@ from lightning_gpipe.plan.memory import LayerMemory
 
 #: Layers of which a repeated block may consist.
 _LONGEST = 16
-#: Times as many blocks as there are, of which none is tried.
-_DEEPEST = 64
+#: Layers of the deepest model that is tried: deeper ones would take minutes.
+_MOST_LAYERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,15 @@ class Repeated:
     count: int
 
     @classmethod
-    def find(cls, layers: Sequence[LayerMemory], costs: Sequence[object]) -> Repeated | None:
+    def find(cls, layers: Sequence[LayerMemory]) -> Repeated | None:
         """The block that makes up most of the layers; None: none comes twice.
 
-        Layers are taken for the same if they hold and compute as much.
+        Layers are taken for the same if they hold as much.
 
         Args:
             layers: What each layer holds.
-            costs: What each takes.
         """
-        looks = [_look(*pair) for pair in zip(layers, costs, strict=True)]
+        looks = [_look(layer) for layer in layers]
         best = None
         for length in range(1, min(_LONGEST, len(looks) // 2) + 1):
             run = 0  # layers in a row that are as those `length` before
@@ -47,6 +46,11 @@ class Repeated:
                 if count > 1 and (best is None or count * length > best.count * best.length):
                     best = cls(i - run - length + 1, length, count)
         return best
+
+    @property
+    def limit(self) -> int:
+        """How often it comes in the deepest model that is tried."""
+        return max(self.count, _MOST_LAYERS // self.length)
 
     def order(self, layers: int, count: int) -> list[int]:
         """Which layer stands where, if the block came so often.
@@ -131,16 +135,18 @@ class _Fresh:
         return self.last
 
 
-def deepest(count: int, fits: Callable[[int], bool]) -> int | None:
-    """The most blocks that fit; None: not even one does.
+def deepest(block: Repeated, fits: Callable[[int], bool]) -> int | None:
+    """How many blocks fit, none looked for beyond ``block.limit``; None: not even one does.
 
     Args:
-        count: How many there are.
+        block: The block.
         fits: Tells whether so many do.
     """
-    least, most = 0, count  # those that fit, and those that may not
-    while most <= _DEEPEST * count and fits(most):
-        least, most = most, 2 * most
+    least, most = 0, block.count  # those that fit, and those that may not
+    while fits(most):
+        if most >= block.limit:
+            return most
+        least, most = most, min(2 * most, block.limit)
     while most - least > 1:
         middle = (least + most) // 2
         if fits(middle):
@@ -150,10 +156,10 @@ def deepest(count: int, fits: Callable[[int], bool]) -> int | None:
     return least or None
 
 
-def _look(layer: LayerMemory, cost: object) -> tuple[object, ...]:
+def _look(layer: LayerMemory) -> tuple[object, ...]:
     saved = tuple(layer.saved.values())
     tensors = tuple((t.nbytes, t.gradient, t.optimizer) for t in layer.tensors)
-    return cost, layer.input, layer.output, saved, layer.forward, layer.backward, tensors
+    return layer.input, saved, layer.forward, layer.backward, tensors
 
 
 def _numbers(block: Sequence[LayerMemory]) -> list[int]:

@@ -195,7 +195,7 @@ class Planner:
         """A plan that tells how often the model's repeated block may come."""
         settings, limit = plan.settings, plan.settings.limit
         memory, shares = self._memory(int(settings.chunks)), self._shares
-        block = Repeated.find(memory.layers, self._costs_of_layers(int(settings.chunks)))
+        block = Repeated.find(memory.layers)
         if limit is None or settings.sizes is not None or block is None:
             return plan
         layers, least = len(self.layers), int(settings.stages) * settings.virtual_stages
@@ -214,7 +214,7 @@ class Planner:
             )
             return fitting.fit(settings, [int(settings.chunks)]).fits(limit)
 
-        most = deepest(block.count, fits)
+        most = deepest(block, fits)
         if most is not None and len(block.order(layers, most)) < least:
             most = None
         return replace(plan, depth=Depth(block, most))

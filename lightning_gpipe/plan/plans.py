@@ -38,12 +38,17 @@ class Depth:
 
     Args:
         block: The block.
-        most: How often it may come with every stage within the limit; None: not even once for each
-            stage.
+        most: How often it may come with every stage within the limit, as far as that was tried, up
+            to 8192 layers; None: not even once for each stage.
     """
 
     block: Repeated
     most: int | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no more would fit; else deeper models weren't tried."""
+        return self.most is None or self.most < self.block.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,10 @@ class Plan:
             if block.length == 1
             else (f"layers {block.start}-{block.start + block.length - 1}")
         )
-        fits = "not even one for every stage fits" if most is None else f"up to {most:,} fit"
+        if most is None:
+            fits = "not even one for every stage fits"
+        else:
+            fits = f"{'up to' if self.depth.is_exact else 'at least'} {most:,} fit"
         return [f"Largest depth: {each} and the like come {block.count:,} times; {fits}."]
 
     def _step(self) -> str:
