@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_gpipe import GPipeStrategy
+from tests import scripts
 from tests.models import Around
 from tests.scripts import Script
-from tests.training import trainer
+from tests.training import train, trainer
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM")
@@ -140,3 +143,51 @@ def test_a_launcher(launcher: str, expected: Any, tmp_path: Path) -> None:
     start = Script if launcher in ("fork", "two nodes", "SLURM") else subprocess.Popen
     run(commands(launcher, out), start)
     torch.testing.assert_close(torch.load(out), expected, rtol=0, atol=1e-10)
+
+
+FIRST = """
+import sys
+from lightning_gpipe import GPipeStrategy
+from tests.models import Around
+from tests.training import trainer
+
+strategy, again = (GPipeStrategy(3, start_method="fork") for _ in range(2))
+if sys.argv[1] == "one stage":
+    trainer(devices=1, strategy=strategy, max_epochs=1).fit(Around())
+else:
+    data = next(iter(Around().train_dataloader()))
+    assert strategy.plan(Around(), data, devices=2, memory="1GB", device="cpu").best
+run = trainer(devices=2, strategy=again, max_epochs=1)
+run.fit(Around())
+print("trained on", run.strategy.stages)
+"""
+
+
+@pytest.mark.parametrize("first", ["one stage", "a plan"])
+def test_processes_can_be_forked_after_what_a_notebook_did(first: str, tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(FIRST)
+    command = [sys.executable, str(tmp_path / "notebook.py"), first]
+    code, screen = scripts.run(
+        command, 120, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
+    )
+    assert code == 0, screen
+    assert screen.rstrip().endswith("trained on 2"), screen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked for in /proc")
+def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
+    over = threading.Event()
+
+    def as_autograd_does() -> None:
+        comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        comm.write_text("pt_autograd_0")
+        over.wait()
+
+    thread = threading.Thread(target=as_autograd_does)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="Restart the notebook's kernel"):
+            train(Around(), devices=2, strategy=GPipeStrategy(3, start_method="fork"))
+    finally:
+        over.set()
+        thread.join()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import grad  # itself, where a run has put another in its place
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -44,6 +45,10 @@ class Pretended:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # the first backward of a process starts a thread for each device, and no fork of it can run
+        # backwards then; where there are none, a fake mode would make it find some
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        grad(leaf, leaf)
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 

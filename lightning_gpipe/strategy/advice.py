@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import lightning.pytorch as pl
@@ -60,3 +62,21 @@ def refuse_notebook(start_method: str) -> None:
         ' notebook is no script: use GPipeStrategy(start_method="fork"), and call no CUDA function'
         " before the Trainer does."
     )
+
+
+def refuse_fork_of_autograd() -> None:
+    """Say that a process can't be forked whose backwards use threads, where one has them.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread may end meanwhile
+            names.append(file.read_text())
+    if any(name.startswith("pt_autograd") for name in names):
+        raise RuntimeError(
+            "start_method='fork' copies this process, which has computed gradients, or planned a"
+            " run, beside a GPU: PyTorch can compute none in a copy of it. Restart the notebook's"
+            " kernel, and let this Trainer be the first that computes."
+        )

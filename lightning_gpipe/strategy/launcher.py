@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.screen import say
-from lightning_gpipe.strategy import _lightning
+from lightning_gpipe.strategy import _lightning, advice
+from lightning_gpipe.strategy.rendezvous import leave_before_fork
 
 _STARTED_BY = "LIGHTNING_GPIPE_STARTED_BY"
 _TICK_S = 0.2
@@ -119,6 +120,9 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._start_method == "fork":
+            advice.refuse_fork_of_autograd()
+            leave_before_fork()
         # shared with the children, who know why the run ends
         self._verdict = multiprocessing.get_context(self._start_method).RawArray(
             ctypes.c_char, 1 << 15

@@ -58,6 +58,7 @@ class ProcessesStrategy(PlacedStrategy):
         check_choice("start_method", start_method, get_args(StartMethod))
         self._backend, self._timeout = process_group_backend, timeout
         self._start_method = start_method
+        self._is_explained = False
         self._world: World | None = None  # from setup_environment to teardown
         self._left: World | None = None  # after that, until all ranks are through
 
@@ -113,7 +114,8 @@ class ProcessesStrategy(PlacedStrategy):
             lambda: self.is_interrupted,
             self.launcher.kill if self.launcher is not None else lambda _: None,
         )
-        if self.world_size == 1 and self._settings.stages == "auto":
+        if self.world_size == 1 and self._settings.stages == "auto" and not self._is_explained:
+            self._is_explained = True
             advice.explain_one_stage()
         if self.world_size > 1:
             callbacks.report_first(self._callbacks, self._world.report)

@@ -63,6 +63,24 @@ def leave_world() -> None:
     leaving.join(_LEAVE_S)  # what is left of it may block
 
 
+def leave_before_fork() -> None:
+    """Destroy the default process group of this one process, which forks can't use.
+
+    Raises:
+        RuntimeError: If other processes are in it.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"This process is one of {dist.get_world_size()} in a process group of"
+            " torch.distributed, which the processes forked from it can't use. Call"
+            " torch.distributed.destroy_process_group() before the Trainer runs, or restart the"
+            " notebook's kernel."
+        )
+    dist.destroy_process_group()
+
+
 def gloo_interface() -> str | None:
     """The network interface that gloo should use, where only NCCL has been told.
 
