@@ -15,7 +15,7 @@ follows on it, no longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -103,8 +103,14 @@ class Behind:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Behind:
         """What tensors depend on, up to the calls of the backbone and what these depend on."""
-        behind = cls(set(), [t for t in tensors if t.is_leaf and t.requires_grad], [])
-        nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+        behind = cls.of_nodes(t.grad_fn for t in tensors if t.grad_fn is not None)
+        behind.leaves.extend(t for t in tensors if t.is_leaf and t.requires_grad)
+        return behind
+
+    @classmethod
+    def of_nodes(cls, nodes: Iterable[Any]) -> Behind:
+        """What nodes of a graph depend on, in the same way."""
+        behind, nodes = cls(set(), [], []), [*nodes]
         seen = set(nodes)
         while nodes:
             node = nodes.pop()

@@ -25,7 +25,8 @@ class Outside:
 
     def __init__(self, device: torch.device, parameters: frozenset[int], is_alone: bool) -> None:
         self._known, self._is_alone = parameters, is_alone
-        self._root = torch.zeros((), device=device, requires_grad=True)
+        #: The leaf on which the backbone's output depends here.
+        self.root = torch.zeros((), device=device, requires_grad=True)
         #: Parameters of which the gradients of both sides are kept apart, on a rank that has both.
         self.on_both_sides: Sequence[nn.Parameter] = ()
         #: Their gradients before the backbone.
@@ -36,9 +37,7 @@ class Outside:
         leaves = list(tree.leaves)
         wanted = [i for i, wants in enumerate(flags) if wants]
         if wanted:
-            joined = ExitNode.apply(
-                running.target.catch(m), self._root, [leaves[i] for i in wanted]
-            )
+            joined = ExitNode.apply(running.target.catch(m), self.root, [leaves[i] for i in wanted])
             for i, leaf in zip(wanted, joined, strict=True):
                 leaves[i] = leaf
         return leaves
@@ -113,7 +112,7 @@ class Outside:
                 p.grad = gradient if p.grad is None else gradient + p.grad
 
     def _check_leaves(self, loss: Tensor) -> None:
-        known = self._known | {id(self._root)}
+        known = self._known | {id(self.root)}
         strangers = [leaf for leaf in Behind.of([loss]).leaves if id(leaf) not in known]
         if not self._is_alone and strangers:
             raise RuntimeError(

@@ -26,6 +26,7 @@ from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
 from lightning_gpipe.engine.telling import share_weights, tell
 from lightning_gpipe.engine.weighting import Weighting
@@ -80,6 +81,8 @@ class PerMicroBatch:
         self._anchor = rank.last if groups.is_last and groups.stages > 1 else groups.stage
         #: The backwards of what stands outside the backbone.
         self.outside = Outside(groups.device, parameters, groups.stages == 1)
+        is_told = not groups.is_last or groups.replica > 0
+        self._reductions = Reductions(self.outside.root, is_told)
         self._batch_norm = batch_norm
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
@@ -141,6 +144,7 @@ class PerMicroBatch:
         finally:
             self._running = None
         share_weights(running, self._groups)
+        self._reductions.warn(running)
         tell(self.trace, self._groups)
         return weighting
 
@@ -216,6 +220,7 @@ class PerMicroBatch:
         if outcome.weight is not None and self.trace.is_here(outcome.weight):
             running.weighting.give(m, outcome.weight)
         if self._groups.is_last:
+            self._reductions.look(m, running.sizes[m], outcome)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))
 

@@ -126,7 +126,9 @@ class Promise(Tensor):
         if func not in _KNOWN:
             raise RuntimeError(
                 "The hidden state between two blocks was used, which isn't known before the last"
-                f" one is called. {CONDITION}"
+                " one is called. Write what is done with it into a block, such as h + block(h), or"
+                " let what jumps over blocks go through them beside it, in a tuple."
+                f" {CONDITION}"
             )
         args[0].__dict__["_reads"].add(_KNOWN[func])
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,0 +1,150 @@
+"""How losses are reduced: whether those of micro-batches average to that of the mini-batch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.engine.autograd import Behind
+from lightning_gpipe.engine.running import Outcome, Running
+
+_SUM = 2  # as losses note their reductions
+#: Operations between scalars through which a sum stays one, by the names of their nodes.
+_THROUGH = ("Add", "Sub", "Neg", "Mul", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
+
+
+@dataclass(slots=True)
+class Reductions:
+    """Warns of a loss that is a sum, or a mean over different numbers of elements.
+
+    It looks at the graphs of the first mini-batch's losses, so it knows reductions of PyTorch's own
+    losses, and sums and quotients that are written out.
+
+    Args:
+        root: The leaf behind which the graph of the backbone's output is.
+        is_told: Whether nothing is to be looked at, any more.
+    """
+
+    root: Tensor
+    is_told: bool
+    _has_sum: bool = False
+    _counts: dict[int, list[float]] = field(default_factory=dict)
+
+    def look(self, m: int, samples: int, outcome: Outcome) -> None:
+        """Look at a micro-batch's loss, before its backward.
+
+        Args:
+            m: The micro-batch.
+            samples: How many it has.
+            outcome: What the step returned for it.
+        """
+        loss = outcome.loss
+        if self.is_told or loss is None or loss.grad_fn is None:
+            return
+        counts: list[float] = []
+        for node, of_samples in _reductions(loss.grad_fn, samples, counts.append):
+            if of_samples and self._is_of_output(node):
+                self._has_sum = True
+        self._counts[m] = counts
+
+    def warn(self, running: Running) -> None:
+        """Warn once, at the end of a mini-batch, where all losses were looked at."""
+        if self.is_told or len(self._counts) < len(running.sizes):
+            return
+        self.is_told = True
+        counts = [self._counts[m] for m in range(len(running.sizes))]
+        self._counts.clear()
+        if running.weighting.is_given or len(counts) == 1:
+            return
+        if self._has_sum:
+            warnings.warn(
+                "The loss seems to be a sum over samples. With step='micro-batch' it becomes the"
+                f" mean of the {len(counts)} micro-batches' losses, which is 1/{len(counts)} of the"
+                " mini-batch's sum, and so do the gradients. Return a mean, or use"
+                " GPipeStrategy(step='mini-batch').",
+                stacklevel=2,
+            )
+        elif _differ(counts, running.sizes):
+            warnings.warn(
+                "The loss is a mean over different numbers of elements in different micro-batches,"
+                " such as tokens that aren't padding, and each micro-batch counts by its samples."
+                ' Return {"loss": loss, "weight": the number of elements} from the step, so that'
+                " the mini-batch's loss is the mean over all of them.",
+                stacklevel=2,
+            )
+
+    def _is_of_output(self, node: Any) -> bool:
+        behind = Behind.of_nodes([node])
+        return bool(behind.calls) or any(leaf is self.root for leaf in behind.leaves)
+
+
+def _reductions(
+    node: Any, samples: int, count: Callable[[float], None]
+) -> Sequence[tuple[Any, bool]]:
+    """The nodes that make scalars of a loss's elements, and whether they sum samples up.
+
+    Args:
+        node: The loss's.
+        samples: How many there are.
+        count: Takes the number that a mean or a quotient divides by.
+    """
+    found, left, seen = [], [node], {node}
+    while left:
+        node = left.pop()
+        name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+        if reduction is not None:
+            found.append((node, reduction == _SUM))
+            total = getattr(node, "_saved_total_weight", None)
+            if reduction != _SUM and total is not None:
+                count(float(total))
+        elif name.startswith(("Sum", "Nansum")):
+            found.append((node, _sums_samples(node, samples)))
+        elif name.startswith("Div"):
+            divisor = getattr(node, "_saved_other", None)
+            if isinstance(divisor, Tensor) and divisor.numel() == 1:
+                count(float(divisor))
+        elif name.startswith(_THROUGH):
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen and _is_scalar(following):
+                    seen.add(following)
+                    left.append(following)
+    return found
+
+
+def _sums_samples(node: Any, samples: int) -> bool:
+    shape = node._saved_self_sym_sizes
+    dims = getattr(node, "_saved_dim", None)
+    sums_first = not dims or any(d % max(len(shape), 1) == 0 for d in _signed(dims))
+    # a dimension of as many elements that isn't the batch can't be told from it
+    return samples > 1 and bool(shape) and sums_first and int(shape[0]) % samples == 0
+
+
+def _signed(dims: Sequence[int]) -> list[int]:
+    return [d - 2**64 if d >= 2**63 else d for d in dims]
+
+
+def _is_scalar(node: Any) -> bool:
+    try:
+        return all(math.prod(kind.shape) == 1 for kind in getattr(node, "_input_metadata", ()))
+    except RuntimeError:  # a nested tensor has no shape
+        return False
+
+
+def _differ(counts: Sequence[Sequence[float]], sizes: Sequence[int]) -> bool:
+    """Whether any number isn't the same for each sample, or the same for each micro-batch."""
+    if len({len(each) for each in counts}) > 1:
+        return False  # other losses: nothing can be said
+    for column in zip(*counts, strict=True):
+        shares = [number / size for number, size in zip(column, sizes, strict=True)]
+        if not (_are_equal(shares) or _are_equal(column)):
+            return True
+    return False
+
+
+def _are_equal(numbers: Sequence[float]) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=1e-5) for number in numbers)

@@ -1,0 +1,132 @@
+"""Losses that micro-batches reduce otherwise than the mini-batch are told of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpipe import GPipeStrategy
+from tests.ranks import run_ranks
+from tests.training import train
+
+F = nn.functional
+CLASSES, PADDING = 6, -100
+
+
+class Losses(L.LightningModule):
+    """A small model with any loss.
+
+    Args:
+        reduce: Makes a loss, or what a step returns, of scores and classes, some of them padding.
+    """
+
+    def __init__(self, reduce: Callable[[L.LightningModule, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.reduce = reduce
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Any:
+        return self.reduce(self, self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def data(is_padded: bool = False) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 8, generator=generator)
+    y = torch.randint(0, CLASSES, (8,), generator=generator)
+    if is_padded:
+        y[:3] = PADDING
+    return DataLoader(TensorDataset(x, y), 8)
+
+
+def told(reduce: Any, is_padded: bool = False, step: Any = "micro-batch", **options: Any) -> str:
+    """What a run warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        options = {"devices": 1, "max_epochs": 2, **options}
+        strategy = GPipeStrategy(4, step=step)
+        train(Losses(reduce), data(is_padded), strategy=strategy, **options)
+    texts = [str(each.message) for each in found if "The loss" in str(each.message)]
+    assert len(texts) <= 1
+    return "".join(texts)
+
+
+def each(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x, y, reduction="none")
+
+
+def regularization(module: L.LightningModule) -> Tensor:
+    return torch.stack([p.square().sum() for p in module.net[2].parameters()]).sum()
+
+
+SUMS: dict[str, Any] = {
+    "by an argument": lambda _, x, y: F.cross_entropy(x, y, reduction="sum"),
+    "written out": lambda _, x, y: -x.log_softmax(1).gather(1, y[:, None]).sum(),
+    "of two terms": lambda _, x, y: F.cross_entropy(x, y) - 0.5 * torch.sum(1 - x.square()),
+    "of samples first": lambda _, x, y: each(x, y).sum(),
+    "of squares": lambda _, x, y: F.mse_loss(x, F.one_hot(y, CLASSES).float(), reduction="sum"),
+    "in a dict": lambda _, x, y: {"loss": x.square().sum((0, 1))},
+}
+MEANS: dict[str, Any] = {
+    "by default": lambda _, x, y: F.cross_entropy(x, y),
+    "of sums": lambda _, x, y: x.square().sum(1).mean(),
+    "by the number": lambda _, x, y: each(x, y).sum() / len(x),
+    "with a regularization": lambda m, x, y: F.cross_entropy(x, y) + 1e-3 * regularization(m),
+    "with weights": lambda _, x, y: {"loss": each(x, y).sum(), "weight": len(x)},
+}
+COUNTED: dict[str, Any] = {
+    "by an argument": lambda _, x, y: F.cross_entropy(x, y, ignore_index=PADDING),
+    "written out": lambda _, x, y: (
+        (each(x, y.clamp(min=0)) * (y != PADDING)).sum() / (y != PADDING).sum().clamp(min=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_told(name: str) -> None:
+    text = told(SUMS[name])
+    assert "seems to be a sum over samples" in text
+    assert "1/4 of the mini-batch's sum" in text
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_nothing_is_told_of_a_mean(name: str) -> None:
+    assert told(MEANS[name]) == ""
+    assert told(MEANS[name], accumulate_grad_batches=2) == ""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_mean_over_different_numbers_is_told(name: str) -> None:
+    assert "mean over different numbers of elements" in told(COUNTED[name], is_padded=True)
+    assert told(COUNTED[name]) == ""
+
+
+def test_weights_mend_it() -> None:
+    def weighted(module: L.LightningModule, x: Tensor, y: Tensor) -> Any:
+        loss = COUNTED["written out"](module, x, y)
+        return {"loss": loss, "weight": (y != PADDING).sum()}
+
+    assert told(weighted, is_padded=True) == ""
+
+
+def test_a_step_of_the_whole_mini_batch_may_sum() -> None:
+    assert told(SUMS["by an argument"], step="mini-batch") == ""
+
+
+def told_on_ranks() -> str:
+    return told(SUMS["by an argument"], devices=2)
+
+
+def test_the_last_stage_tells() -> None:
+    first, last = run_ranks(told_on_ranks, 2)
+    assert first == ""
+    assert "seems to be a sum over samples" in last
