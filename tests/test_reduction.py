@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.training import train
 
 F = nn.functional
-CLASSES, PADDING = 6, -100
+SAMPLES, CLASSES, PADDING = 16, 8, -100
 
 
 class Losses(L.LightningModule):
@@ -41,11 +41,11 @@ class Losses(L.LightningModule):
 
 def data(is_padded: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, 8, generator=generator)
-    y = torch.randint(0, CLASSES, (8,), generator=generator)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     if is_padded:
-        y[:3] = PADDING
-    return DataLoader(TensorDataset(x, y), 8)
+        y[:6] = PADDING
+    return DataLoader(TensorDataset(x, y), SAMPLES)
 
 
 def told(reduce: Any, is_padded: bool = False, step: Any = "micro-batch", **options: Any) -> str:
@@ -68,6 +68,19 @@ def regularization(module: L.LightningModule) -> Tensor:
     return torch.stack([p.square().sum() for p in module.net[2].parameters()]).sum()
 
 
+class SumOwn(torch.autograd.Function):
+    """Of which nothing can be told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(ctx.shape)
+
+
 SUMS: dict[str, Any] = {
     "by an argument": lambda _, x, y: F.cross_entropy(x, y, reduction="sum"),
     "written out": lambda _, x, y: -x.log_softmax(1).gather(1, y[:, None]).sum(),
@@ -80,6 +93,14 @@ MEANS: dict[str, Any] = {
     "by default": lambda _, x, y: F.cross_entropy(x, y),
     "of sums": lambda _, x, y: x.square().sum(1).mean(),
     "by the number": lambda _, x, y: each(x, y).sum() / len(x),
+    "by a factor": lambda _, x, y: x.square().sum() * (1 / x.numel()),
+    "of features": lambda _, x, y: x.mean(0).square().sum(),
+    "of products": lambda _, x, y: (x.T @ x / len(x)).square().sum(),
+    "of terms": lambda _, x, y: torch.stack([each(x, y).mean(), x.square().mean()]).sum(),
+    "by a variance": lambda _, x, y: x.square().mean() / x.detach().var(),
+    "of no nan": lambda _, x, y: torch.nansum(each(x, y)),  # nothing can be told
+    "of one's own": lambda _, x, y: SumOwn.apply(x) / x.numel(),
+    "of one's own sum": lambda _, x, y: SumOwn.apply(x),
     "with a regularization": lambda m, x, y: F.cross_entropy(x, y) + 1e-3 * regularization(m),
     "with weights": lambda _, x, y: {"loss": each(x, y).sum(), "weight": len(x)},
 }

@@ -102,13 +102,12 @@ def _reductions(
             total = getattr(node, "_saved_total_weight", None)
             if reduction != _SUM and total is not None:
                 count(float(total))
-        elif name.startswith(("Sum", "Nansum")):
+        elif name.startswith("SumBackward"):
             found.append((node, _sums_samples(node, samples)))
         elif name.startswith("Div"):
-            divisor = getattr(node, "_saved_other", None)
-            if isinstance(divisor, Tensor) and divisor.numel() == 1:
-                count(float(divisor))
-        elif name.startswith(_THROUGH):
+            if (divisor := _factor(node)).is_integer():
+                count(divisor)
+        elif name.startswith(_THROUGH) and not _is_share(name, node, samples):
             for following, _ in node.next_functions:
                 if following is not None and following not in seen and _is_scalar(following):
                     seen.add(following)
@@ -117,11 +116,29 @@ def _reductions(
 
 
 def _sums_samples(node: Any, samples: int) -> bool:
-    shape = node._saved_self_sym_sizes
+    """Whether the first dimension of what is summed up seems to be the samples'."""
+    shape = [*getattr(node, "_saved_self_sym_sizes", ())]
     dims = getattr(node, "_saved_dim", None)
     sums_first = not dims or any(d % max(len(shape), 1) == 0 for d in _signed(dims))
-    # a dimension of as many elements that isn't the batch can't be told from it
-    return samples > 1 and bool(shape) and sums_first and int(shape[0]) % samples == 0
+    if samples < 2 or not shape or not sums_first:
+        return False
+    # samples by tokens, and no square of features
+    is_flat = len(shape) > 1 and shape[0] % samples == 0 and shape[0] != shape[1]
+    return bool(is_flat or shape[0] == samples)
+
+
+def _factor(node: Any) -> float:
+    """By what an operation multiplies or divides a scalar; not a number: not known."""
+    other = getattr(node, "_saved_other", None)
+    return float(other) if isinstance(other, Tensor) and other.numel() == 1 else math.nan
+
+
+def _is_share(name: str, node: Any, samples: int) -> bool:
+    """Whether an operation multiplies by one over a number of elements."""
+    factor = _factor(node) if name.startswith("Mul") else 0.0
+    number = 1 / factor if factor else 0.0
+    # a half is in many a formula
+    return number > 2 and math.isclose(number, round(number)) and round(number) % samples == 0
 
 
 def _signed(dims: Sequence[int]) -> list[int]:
