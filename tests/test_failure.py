@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpipe.strategy import launcher
+from lightning_gpipe.strategy import children
 from tests import failing, models
 from tests.ranks import start_ranks
 from tests.scripts import Script
@@ -306,7 +306,7 @@ def test_a_rank_that_leaves_the_script_is_missed(where: str) -> None:
 def test_a_failed_child_is_not_seen_at_once() -> None:
     """Lightning kills all processes as soon as it sees one, before they can tell why."""
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
-        child = launcher.PatientlySeen(process, patience_s=1.0)
+        child = children.PatientlySeen(process, patience_s=1.0)
         process.wait()
         assert (child.poll(), child.returncode) == (None, None)
         time.sleep(1.1)

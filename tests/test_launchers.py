@@ -147,7 +147,7 @@ def test_a_launcher(launcher: str, expected: Any, tmp_path: Path) -> None:
 
 FIRST = """
 import sys
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from tests.models import Around
 from tests.training import trainer
 
@@ -157,8 +157,10 @@ if sys.argv[1] == "one stage":
 else:
     data = next(iter(Around().train_dataloader()))
     assert strategy.plan(Around(), data, devices=2, memory="1GB", device="cpu").best
-run = trainer(devices=2, strategy=again, max_epochs=1)
+monitor = PipelineMonitor()
+run = trainer(devices=2, strategy=again, max_epochs=1, callbacks=[monitor])
 run.fit(Around())
+assert len(monitor.figures.stages) == 2
 print("trained on", run.strategy.stages)
 """
 

@@ -1,17 +1,15 @@
-"""Starting processes by scripts, spawn and fork, and what becomes of the others when one ends."""
+"""Starting processes by scripts, spawn and fork."""
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
-import subprocess
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,16 +17,10 @@ from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
 
 from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.failure.screen import say
 from lightning_gpipe.strategy import _lightning, advice
+from lightning_gpipe.strategy.children import STARTED_BY, PatientlySeen, children
+from lightning_gpipe.strategy.monitor import PipelineMonitor
 from lightning_gpipe.strategy.rendezvous import leave_before_fork
-
-_STARTED_BY = "LIGHTNING_GPIPE_STARTED_BY"
-_TICK_S = 0.2
-#: The processes of this node that this one has started, by local rank less one.
-_children: list[PatientlySeen] = []
-#: The process of local rank 0, in those that it has started.
-_parent = os.getppid() if os.environ.pop(_STARTED_BY, "") == str(os.getppid()) else None
 
 
 class ScriptLauncher(_lightning.ScriptLauncher):
@@ -68,49 +60,17 @@ class ScriptLauncher(_lightning.ScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
-        os.environ[_STARTED_BY] = str(os.getpid())
+        os.environ[STARTED_BY] = str(os.getpid())
         try:
             super()._call_children_scripts()
         finally:
-            del os.environ[_STARTED_BY]
-        _children[:] = [PatientlySeen(p, self._deadlines.patience_s) for p in self.procs]
+            del os.environ[STARTED_BY]
+        children[:] = [PatientlySeen(p, self._deadlines.patience_s) for p in self.procs]
         self.procs[:] = self._seen()
 
     @staticmethod
     def _seen() -> list[Any]:
-        return [*_children]
-
-
-class PatientlySeen:
-    """A child process that seems to run until the others have had time to hear of its failure.
-
-    Args:
-        process: The child.
-        patience_s: The time that they have.
-    """
-
-    def __init__(self, process: Any, patience_s: float) -> None:
-        self.returncode: int | None = None
-        self._process, self._patience_s = process, patience_s
-        self._failed: float | None = None
-
-    def poll(self) -> int | None:
-        """Look whether the process has ended; see ``subprocess.Popen``."""
-        code: int | None = self._process.poll()
-        if code:
-            self._failed = self._failed or time.monotonic()
-            if time.monotonic() - self._failed < self._patience_s:
-                return None
-        self.returncode = code
-        return code
-
-    def poll_now(self) -> int | None:
-        """The exit code, as soon as there is one."""
-        code: int | None = self._process.poll()
-        return code
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._process, name)
+        return [*children]
 
 
 class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
@@ -151,6 +111,18 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
 
     @override
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        figures = [monitor.figures for monitor in _monitors(trainer)]
+        return {**super().get_extra_results(trainer), "figures": pickle.dumps(figures)}
+
+    @override
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        told = pickle.loads(extra["figures"])
+        for monitor, figures in zip(_monitors(trainer), told, strict=True):
+            monitor.figures = figures
+
+    @override
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         try:
@@ -168,66 +140,5 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             raise
 
 
-def wait_for_children(seconds: float) -> None:
-    """Wait until the processes that this one has started have ended."""
-    end = time.monotonic() + seconds
-    for child in _children:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.0, end - time.monotonic()))
-
-
-@contextmanager
-def expecting_all(first_rank: int, grace_s: float) -> Iterator[None]:
-    """Wait for all ranks to come inside, where nobody else would notice that one is gone.
-
-    Args:
-        first_rank: The global rank of the node's first process.
-        grace_s: For the main thread to hear of it; else the process ends.
-
-    Raises:
-        RuntimeError: Instead of a lost connection, if a process that this one has started, or that
-            has started this one, has ended.
-    """
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_TICK_S):
-            gone = _who_is_gone(first_rank)
-            if gone is not None and not over.wait(grace_s):
-                say(gone)
-                _end_children()
-                os._exit(1)
-
-    threading.Thread(target=watch, name="gpipe-expecting", daemon=True).start()
-    try:
-        yield
-    except Exception:
-        end = time.monotonic() + 1.0
-        while (gone := _who_is_gone(first_rank)) is None and time.monotonic() < end:
-            time.sleep(_TICK_S)  # its connections end before it does
-        if gone is None:
-            raise
-        _end_children()
-        raise RuntimeError(gone) from None
-    finally:
-        over.set()
-
-
-def _who_is_gone(first_rank: int) -> str | None:
-    found = [(rank, child.poll_now()) for rank, child in enumerate(_children, first_rank + 1)]
-    gone = [f"Rank {rank} ended (exit code {code})" for rank, code in found if code is not None]
-    if _parent is not None and os.getppid() != _parent:
-        gone = [f"Rank {first_rank} ended"]
-    if not gone:
-        return None
-    return (
-        f"{'; '.join(gone)} while the others wait for it to begin a run. Build the same Trainers on"
-        " every rank, and call fit, validate, test and predict on them alike: no rank may leave"
-        " the script before."
-    )
-
-
-def _end_children() -> None:
-    for child in _children:
-        with suppress(OSError):
-            child.terminate()
+def _monitors(trainer: Any) -> list[PipelineMonitor]:
+    return [each for each in trainer.callbacks if isinstance(each, PipelineMonitor)]

@@ -30,7 +30,7 @@ from lightning_gpipe.failure.reason import Failure, Kind
 from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.strategy import _lightning
-from lightning_gpipe.strategy.launcher import expecting_all, wait_for_children
+from lightning_gpipe.strategy.children import expecting_all, wait_for_children
 from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
 from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue, SaveOnInterrupt
 
