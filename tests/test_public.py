@@ -34,8 +34,8 @@ NAMES: dict[type, str] = {
     GPipeStrategy: "chunks clip_grad_norm_ grad_norm is_last partition plan replicas"
     " restore_module stage stages",
     Plans: "all best",
-    Plan: "backbone bubble depth fits is_measured length length_per_batch micro_batches most"
-    " replicas samples seconds sent settings stages",
+    Plan: "backbone bubble counts_step depth fits is_measured length length_per_batch micro_batches"
+    " most replicas samples seconds sent settings stages",
     PlannedStage: "layers memory parameters share",
     Depth: "block is_exact most",
     StageMemory: "activations ends gradients inputs kept messages of_micro_batches optimizer total"

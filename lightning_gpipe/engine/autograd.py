@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 RunBackward: TypeAlias = Callable[[], list[Tensor | None]]
 CatchGradients: TypeAlias = Callable[[Sequence[Tensor | None]], None]
@@ -84,6 +85,22 @@ class SteerNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
         return (None,) * len(ctx.needs_input_grad)
+
+
+def no_values(name: str, tensors: Iterable[Tensor]) -> str | None:
+    """What to say of tensors without values; None: all have some.
+
+    Args:
+        name: What they are.
+        tensors: What was computed.
+    """
+    if not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return None
+    return (
+        f"{name} has no values. Before the first step the layers run once without values, to see"
+        " what they compute, and a table or cache outside the module has kept a tensor of that."
+        " Keep it in the module, as a buffer, or fill it before the Trainer runs."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.engine.autograd import Behind, ExitNode
+from lightning_gpipe.engine.autograd import Behind, ExitNode, no_values
 from lightning_gpipe.engine.running import AFTER, BEFORE, Outcome, Running
 from lightning_gpipe.tensors.tree import Tree
 
@@ -57,6 +57,8 @@ class Outside:
                 " torch.no_grad()?"
             )
         if m == 0:
+            if (problem := no_values("The loss", [loss])) is not None:
+                raise RuntimeError(problem)
             self._check_leaves(loss)
         roots, seeds = [], []
         seed = running.weighting.seed(m)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.engine.autograd import no_values
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
@@ -229,7 +230,10 @@ class Stage:
             raise
         if looks:
             randomness.look_at_all(base)
-        return Tree.of(value, self._output_name)
+        output = Tree.of(value, self._output_name)
+        if m == 0 and (problem := no_values(self._output_name, output.tensors())) is not None:
+            raise RuntimeError(problem)
+        return output
 
     def _in_modes(self, modes: tuple[bool, ...]) -> AbstractContextManager[None]:
         """Put the modules in the modes of the forward."""

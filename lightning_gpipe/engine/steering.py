@@ -22,6 +22,7 @@ from lightning_gpipe.engine.autograd import (
     ExitNode,
     RunBackward,
     SteerNode,
+    no_values,
 )
 
 _sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
@@ -116,6 +117,7 @@ class Steering:
         if groups.is_last:
             behind = Behind.of([loss])
             problem = self._problem(behind) if loss.requires_grad else _NO_GRADIENT
+            problem = no_values("The loss", [loss]) or problem
             numbers = sorted(behind.calls, reverse=True)
         problem, numbers = groups.pipeline.broadcast(
             "backward", (problem, numbers), source=groups.stages - 1

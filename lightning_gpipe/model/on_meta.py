@@ -18,6 +18,7 @@ from torch.autograd import grad  # itself, where a run has put another in its pl
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
@@ -136,6 +137,14 @@ def _left_as_it_was(
 
     Without the fused kernels of evaluation, whose operations nobody counts.
     """
+    with own_state_kept(module), _attributes_kept(module, with_hooks, training, place):
+        yield
+
+
+@contextmanager
+def _attributes_kept(
+    module: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
+) -> Iterator[None]:
     kept = [(part, Attributes(part)) for part in module.modules()]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -158,9 +167,9 @@ def _left_as_it_was(
 
 
 class Attributes:
-    """The attributes of a module, and what the lists, dicts and sets among them hold."""
+    """The attributes of an object, and what the lists, dicts and sets among them hold."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: object) -> None:
         self._values = dict(part.__dict__)
         self._contents = [
             (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
@@ -180,7 +189,7 @@ class Attributes:
         if isinstance(part, nn.SyncBatchNorm):  # without the other processes it saves the same
             part.__dict__["forward"] = partial(_BatchNorm.forward, part)
 
-    def restore(self, part: nn.Module) -> None:
+    def restore(self, part: object) -> None:
         """Put all back."""
         part.__dict__.clear()
         part.__dict__.update(self._values)

@@ -24,6 +24,7 @@ from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.loop import is_loop
+from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -185,7 +186,12 @@ class Uncut:
         """
         # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
         # the same
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            own_state_kept(self.module),
+        ):
             around, groups = self.surroundings, self.surroundings.groups
             for layer in self.layers:
                 self.redirections.remove(layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.chunks import largest_micro_batch
 from lightning_gpipe.plan.memory import (
     HeldTensor,
     LayerMemory,
@@ -25,6 +26,7 @@ from lightning_gpipe.plan.optimizer_state import optimizer_state_bytes
 from lightning_gpipe.plan.schedules import HELD_OF_KEPT, Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory, stage_memories
+from lightning_gpipe.plan.step_memory import SeenStep, StepMemory
 from lightning_gpipe.schedule.checkpoint import recomputed
 
 #: What the first and the last stage hold outside the backbone.
@@ -68,11 +70,15 @@ class ModelMemory:
         outside: Parameters and buffers outside the backbone.
         ends: Those of them that the first and the last stage hold with ``step="micro-batch"``;
             None: it isn't known before the first step, and they aren't counted.
+        step: What a mini-batch of the user's step holds outside the backbone; None: not known.
+        part: The largest micro-batch's share of the mini-batch, 0 to 1.
     """
 
     layers: tuple[LayerMemory, ...]
     outside: tuple[HeldTensor, ...]
     ends: Ends | None = None
+    step: StepMemory | None = None
+    part: float = 1.0
 
     @classmethod
     def of(
@@ -110,7 +116,17 @@ class ModelMemory:
         held, micro_batch = held_tensors(outside, states), micro_batch_of(sample, chunks)
         if is_detached and any(tensor.gradient for tensor in held):
             micro_batch = tree_map(_differentiable, micro_batch)
-        return cls(layer_memories(layers, run_layer, micro_batch, states, device), held)
+        part = (largest_micro_batch(chunks, sample) or 1) / (largest_micro_batch(1, sample) or 1)
+        layers_held = layer_memories(layers, run_layer, micro_batch, states, device)
+        return cls(layers_held, held, part=part)
+
+    def with_step(self, seen: SeenStep | None) -> ModelMemory:
+        """The same, with what was seen of the user's step; None: nothing."""
+        if seen is None:
+            return self
+        first = tuple(tensor for tensor in self.outside if tensor.key in seen.before)
+        last = tuple(tensor for tensor in self.outside if tensor.key in seen.behind)
+        return replace(self, ends=(first, last), step=seen.memory)
 
     def of_stages(
         self,
@@ -139,8 +155,11 @@ class ModelMemory:
             first, last = self.ends
             outside[0] = first
             outside[partition.count - 1] = last if partition.count > 1 else self.outside
+        step = self.step
+        if step is not None and not is_whole_batch:
+            step = step.share(self.part)
         return stage_memories(
-            *(self.layers, partition.sizes, schedule, is_whole_batch, outside),
+            *(self.layers, partition.sizes, schedule, is_whole_batch, outside, step),
             sharing=replicas if settings.shard_optimizer_state else 1,
         )
 
@@ -152,6 +171,8 @@ class ModelMemory:
         if settings.step == "mini-batch":  # whose schedule is always the same
             return ExpectedMemory(in_step, in_step)
         first = self.of_stages(partition, settings, micro_batches, replicas, is_first=True)
+        if self.step is not None:  # all stages look for the backbone's input, a mini-batch of it
+            first = tuple(memory.with_at_least(self.step.first) for memory in first)
         return ExpectedMemory(in_step, first)
 
     def of_layers(self, settings: Settings, stages: int, micro_batches: int) -> list[float]:

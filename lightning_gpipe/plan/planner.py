@@ -23,11 +23,12 @@ from lightning_gpipe.plan.chunks import (
 from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.depth import Repeated, deepest
 from lightning_gpipe.plan.fitting import Fitted, Fitting
-from lightning_gpipe.plan.memory import HeldTensor, micro_batch_of
-from lightning_gpipe.plan.model_memory import Ends, ExpectedMemory, ModelMemory
+from lightning_gpipe.plan.memory import micro_batch_of
+from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory
 from lightning_gpipe.plan.plans import Depth, Plan, PlannedStage, Plans
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings, is_count
+from lightning_gpipe.plan.step_memory import SeenStep
 from lightning_gpipe.plan.timing import UntimableLayer
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
@@ -121,8 +122,8 @@ class Planner:
         device: On which stages will be.
         warn: Called with a text where something isn't known.
         is_detached: See :meth:`ModelMemory.of`.
-        ends: The parameters and buffers, by ``id``, that a step uses before it calls the backbone,
-            and those that it uses behind; None: not known, so all of them on both sides.
+        seen: What was seen of the user's step; None: nothing, so that both ends of the pipeline are
+            thought to hold all that is outside the backbone.
         rate: Operations that a device does in a second; None: not known.
         measure: Measures what each layer takes with so many micro-batches; None: nothing is
             computed.
@@ -137,7 +138,7 @@ class Planner:
     device: torch.device
     warn: Callable[[str], object]
     is_detached: bool = False
-    ends: tuple[frozenset[int], frozenset[int]] | None = None
+    seen: SeenStep | None = None
     rate: float | None = None
     measure: Callable[[int], Sequence[LayerCost]] | None = None
     _memories: dict[str, ModelMemory] = field(default_factory=dict)
@@ -257,6 +258,7 @@ class Planner:
             seconds if self.measure is None else simulation.length,
             count * _crossing(memory, partition, placement),
             is_measured=self.measure is not None,
+            counts_step=self.seen is not None and self.seen.memory is not None,
         )
 
     @property
@@ -287,7 +289,8 @@ class Planner:
                 *(self.module, self._body, self.layers, self.run_layer, self.sample, chunks),
                 *(self.optimizers, self.device, self.is_detached),
             )
-            self._memories[key] = replace(found, ends=self._ends(found.outside))
+            unknown = replace(found, ends=(found.outside, found.outside))
+            self._memories[key] = unknown.with_step(self.seen)
         return self._memories[key]
 
     def _costs_of(self, partition: Partition, chunks: int, count: int) -> Costs:
@@ -302,14 +305,6 @@ class Planner:
     def _costs_of_layers(self, chunks: int) -> Sequence[LayerCost]:
         """Seconds of a micro-batch, or the operations of a mini-batch."""
         return self._shares.flops() if self.measure is None else self._timed(chunks)
-
-    def _ends(self, outside: tuple[HeldTensor, ...]) -> Ends:
-        """What the first and the last stage hold outside the backbone."""
-        if self.ends is None:
-            return outside, outside
-        before, behind = self.ends
-        first = tuple(tensor for tensor in outside if tensor.key in before)
-        return first, tuple(tensor for tensor in outside if tensor.key in behind)
 
     def _parameters(self, parts: tuple[range, ...]) -> int:
         own = {id(p): p for part in parts for i in part for p in self.layers[i].parameters()}

@@ -70,6 +70,7 @@ class Plan:
         sent: Bytes that cross between stages in a step, activations and gradients.
         depth: How deep the model can be with it; None: not known, or no block of layers repeats.
         is_measured: Whether layers were measured.
+        counts_step: Whether memory is also that of what the step computes outside the backbone.
     """
 
     settings: Settings
@@ -84,6 +85,7 @@ class Plan:
     sent: int
     depth: Depth | None = None
     is_measured: bool = False
+    counts_step: bool = False
 
     @property
     def most(self) -> int:
@@ -235,13 +237,16 @@ def _layout_row(plan: Plan, fastest: float) -> list[str]:
 
 def _notes(plans: Sequence[Plan]) -> list[str]:
     """Choices that were not to be had, and what isn't counted."""
-    notes = ["Not counted: what the step computes outside the backbone"]
+    missing = []
+    if not plans[0].counts_step:
+        missing.append("what the step computes outside the backbone")
     if any(stage.memory.optimizer is None for stage in plans[0].stages):
-        notes[0] += "; the optimizer's state, which isn't known"
+        missing.append("the optimizer's state, which isn't known")
+    notes = [f"Not counted: {'; '.join(missing)}."] if missing else []
     clipped = {int(p.settings.chunks): p.micro_batches for p in plans}
     fewer = [
         f"chunks={chunks}: a mini-batch of {samples} sample{'s' * (samples > 1)} makes {samples}."
         for chunks, samples in clipped.items()
         if samples < chunks
     ]
-    return [f"{notes[0]}.", *fewer]
+    return [*notes, *fewer]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from lightning_gpipe.plan.memory import Boundary, HeldTensor, LayerMemory
+from lightning_gpipe.plan.part_memory import PartMemory
+from lightning_gpipe.plan.step_memory import StepMemory
 from lightning_gpipe.schedule.actions import Action, Schedule, kept_graphs
 
 #: Micro-batches that a stage prepares to receive before it comes to them; of small ones all.
@@ -19,6 +21,7 @@ _AHEAD, _SMALL = 2, 1 << 16
 #: Bytes up to which what is sent is copied to memory that is used again and again, and those from
 #: which on it stays where it is while some micro-batches are under way.
 _COPIED, _LARGE, _UNDER_WAY = 1 << 20, 1 << 21, 3
+_NO_STEP = StepMemory(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class StageMemory:
             wait for a backward.
         activations: What autograd saved for backwards, and what the action that runs needs.
         messages: What is under way between stages.
-        ends: The mini-batch's output with its gradient, the buffers' copies, and the like.
+        ends: The mini-batch's output with its gradient, the buffers' copies, and what the step
+            holds outside the backbone, where that is known.
     """
 
     weights: int
@@ -59,6 +63,12 @@ class StageMemory:
         """All bytes, without the optimizers' state where it isn't known."""
         return self.kept + self.of_micro_batches
 
+    def with_at_least(self, nbytes: int) -> StageMemory:
+        """The same, where so many bytes live at another time in the step."""
+        if nbytes <= self.of_micro_batches:
+            return self
+        return replace(self, inputs=0, activations=0, messages=0, ends=nbytes)
+
 
 def stage_memories(
     layers: Sequence[LayerMemory],
@@ -66,13 +76,13 @@ def stage_memories(
     schedule: Schedule,
     is_whole_batch: bool,
     outside: Mapping[int, Iterable[HeldTensor]],
+    step: StepMemory | None = None,
     sharing: int = 1,
 ) -> tuple[StageMemory, ...]:
     """What each stage holds.
 
-    What the user's code computes outside the backbone isn't counted, nor what it keeps of the
-    backbone's input on other stages than the first; neither are the buckets in which replicas
-    average gradients.
+    What the user's code keeps of the backbone's input on other stages than the first isn't counted,
+    nor are the buckets in which replicas average gradients.
 
     Args:
         layers: What each layer holds.
@@ -81,10 +91,12 @@ def stage_memories(
         is_whole_batch: Whether the user's step runs over the whole mini-batch: then every stage
             gets the backbone's whole output.
         outside: Parameters and buffers that a rank holds besides its layers'.
+        step: What the user's step holds outside the backbone, of a mini-batch or, where it runs for
+            each, a micro-batch; None: not known, and not counted.
         sharing: Replicas that share out a stage's optimizer state.
     """
     bounds = pairwise([0, *accumulate(sizes)])
-    parts = [_Part.of(layers[start:end]) for start, end in bounds]
+    parts = [PartMemory.of(layers[start:end]) for start, end in bounds]
     users: dict[int, set[int]] = {}
     for part, rank in zip(parts, schedule.placement, strict=True):
         for tensor in part.tensors:
@@ -96,7 +108,7 @@ def stage_memories(
         own = {t.key: t for part in here for t in part.tensors}
         held = (common | {t.key: t for t in outside.get(rank, ())} | own).values()
         states = [t.optimizer for t in held if t.optimizer is not None]
-        peak = _Walk(parts, schedule, rank, is_whole_batch).peak()
+        peak = _Walk(parts, schedule, rank, is_whole_batch, step or _NO_STEP).peak()
         found.append(
             StageMemory(
                 sum(t.nbytes for t in held),
@@ -109,65 +121,6 @@ def stage_memories(
             )
         )
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a virtual stage holds of one micro-batch.
-
-    Args:
-        tensors: Its layers' parameters and buffers.
-        input: What it is given.
-        output: What it returns.
-        beside_graph: Bytes of that which the graph doesn't hold.
-        graph: What autograd saves.
-        backward: The most that a backward holds, the graph included, without the output's gradient.
-        forward: The most that a forward holds that saves nothing, with a copy of its input.
-        first_half: The most that lives in the first half of a split backward besides the graph,
-            without the output's gradient.
-        arriving: What a split backward keeps besides the graph.
-        behind: What of the graph it lets go of after its first half.
-    """
-
-    tensors: tuple[HeldTensor, ...]
-    input: Boundary
-    output: Boundary
-    beside_graph: int
-    graph: int
-    backward: int
-    forward: int
-    first_half: int
-    arriving: int
-    behind: int
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerMemory]) -> _Part:
-        saved: dict[int, int] = {}
-        backward = 0
-        for layer in layers:  # a backward has let go of the graphs of the layers behind it
-            saved |= layer.saved
-            more = layer.last_backward if layer is layers[-1] else layer.backward
-            backward = max(backward, sum(saved.values()) + more)
-        first_half = arriving = 0
-        behind: dict[int, int] = {}
-        for layer in reversed(layers):
-            first_half = max(first_half, arriving + layer.first_half)
-            if not arriving:
-                behind |= dict(list(layer.saved.items())[len(layer.saved) - layer.behind :])
-            arriving += layer.arriving
-        inside = [layer.input.nbytes * (i > 0) + layer.forward for i, layer in enumerate(layers)]
-        return cls(
-            tuple(tensor for layer in layers for tensor in layer.tensors),
-            layers[0].input,
-            layers[-1].output,
-            layers[-1].output.nbytes - layers[-1].output_saved,
-            sum(saved.values()),
-            backward,
-            layers[0].input.nbytes + max(inside),
-            first_half,
-            arriving,
-            sum(behind.values()),
-        )
 
 
 @dataclass(slots=True)
@@ -193,12 +146,14 @@ class _Walk:
         schedule: The programs.
         rank: Which of them.
         is_whole_batch: See :func:`stage_memories`.
+        step: See there.
     """
 
-    parts: Sequence[_Part]
+    parts: Sequence[PartMemory]
     schedule: Schedule
     rank: int
     is_whole_batch: bool
+    step: StepMemory
     _most: _Holding = field(default_factory=_Holding)
     _own: tuple[int, ...] = ()
     _left: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -217,9 +172,11 @@ class _Walk:
         count = 1 + max((action.micro_batch for action in program), default=-1)
         is_first = self.schedule.placement[0] == self.rank
         is_last = self.schedule.placement[last] == self.rank
-        now = _Holding()
-        if self.is_whole_batch and is_first:
-            now.inputs += count * first_part.input.nbytes
+        now, step = _Holding(), self.step
+        if self.is_whole_batch:
+            self._note(now, step.first)
+            now.ends += step.before
+            now.inputs += count * first_part.input.nbytes * is_first
         forwards = sum(action.op == "F" for action in program)
         for action in program:
             part, stage = self.parts[action.stage], action.stage
@@ -229,7 +186,7 @@ class _Walk:
                 case "F":
                     forwards -= 1
                     if is_user_input and not self.is_whole_batch:
-                        now.inputs += part.input.nbytes
+                        now.inputs += part.input.nbytes + step.left * bool(part.input.gradient)
                     given = 0 if is_user_input else part.input.nbytes
                     self._note(now, given + (part.graph if is_kept else part.forward))
                     if self._is_local(stage, -1):
@@ -237,7 +194,8 @@ class _Walk:
                     if stage == last and not self.is_whole_batch:  # the loss is differentiated
                         output = part.beside_graph if is_kept else part.output.nbytes
                         left = part.graph if is_kept else given
-                        self._note(now, left + output + part.output.gradient)
+                        behind = max(part.output.gradient, self._behind(step.differentiated))
+                        self._note(now, left + output + max(behind, self._behind(step.behind)))
                     if is_kept:
                         now.graphs += part.graph
                         self._drop_own(now, part, stage)
@@ -249,7 +207,9 @@ class _Walk:
                     elif self._is_local(stage, 1):
                         now.inputs += part.output.nbytes
                     if not forwards and self.is_whole_batch:
-                        self._share_output(now, count, last_part.output, is_last)
+                        if not is_first:  # whose graph in front of the backbone nobody needs
+                            now.ends -= step.before
+                        self._share_output(now, count, last_part.output, is_first, is_last)
                 case "R":
                     self._note(now, part.graph)
                     now.graphs += part.graph
@@ -268,38 +228,51 @@ class _Walk:
                         self._note(now, given + part.backward - part.graph)
                     elif part.input.gradient:
                         self._note(now, given + part.first_half)
-                    now.graphs -= part.graph if action.op == "B" else -_second_half(part)
+                    now.graphs -= part.graph if action.op == "B" else -part.second_half
                     if self._is_local(stage, -1) or (is_user_input and self.is_whole_batch):
                         now.inputs += part.input.gradient
                     if is_user_input and not self.is_whole_batch and part.input.gradient:
                         now.inputs -= part.input.nbytes
+                        self._note(now, part.input.gradient + step.last - step.left)
+                        now.inputs -= step.left
                 case "W":
                     largest = max((tensor.gradient for tensor in part.tensors), default=0)
                     whole = part.backward - part.graph
                     self._note(now, largest if part.input.gradient else whole)
-                    now.graphs -= part.graph + _second_half(part)
+                    now.graphs -= part.graph + part.second_half
         if self.is_whole_batch and is_first:  # the gradient of the mini-batch's input
             now.messages = 0
-            self._note(now, count * first_part.input.gradient * (count > 1))
+            merged = count * first_part.input.gradient * (count > 1)
+            self._note(now, max(merged, step.last - step.left))
         return self._most
 
-    def _drop_own(self, now: _Holding, part: _Part, stage: int) -> None:
+    def _drop_own(self, now: _Holding, part: PartMemory, stage: int) -> None:
         """Let go of a micro-batch's input that the user's step gave, if nobody waits for it."""
         if stage == 0 and not self.is_whole_batch and not part.input.gradient:
             now.inputs -= part.input.nbytes
 
-    def _share_output(self, now: _Holding, count: int, output: Boundary, is_last: bool) -> None:
+    def _share_output(
+        self, now: _Holding, count: int, output: Boundary, is_first: bool, is_last: bool
+    ) -> None:
         """Put the output together on the last rank; every rank gets it, until the loss is through.
 
         On the last rank the loss's backward lets go of it, and leaves its gradient.
         """
-        whole = count * output.nbytes
+        whole, step = count * output.nbytes, self.step
         if not is_last:
             now.ends += whole
+            self._note(now, self._behind(step.behind))
+            now.ends += step.kept - (step.before if is_first else step.left)
             return
         gradient = count * output.gradient
-        self._note(now, max(whole * (count > 1), gradient))  # it is merged; the loss's backward
-        now.ends += gradient - whole
+        differentiated = max(gradient, self._behind(step.differentiated))
+        # it is merged; the loss is computed, and its backward
+        self._note(now, max(whole * (count > 1), self._behind(step.behind), differentiated))
+        now.ends += gradient - whole + (step.left - step.before) * is_first
+
+    def _behind(self, nbytes: int) -> int:
+        """What lives in a step besides what lives when it calls the backbone."""
+        return nbytes - self.step.before
 
     def _messages(self, action: Action) -> int:
         """Bytes of what is awaited from other ranks, or sent to them, during an action."""
@@ -367,11 +340,3 @@ def _under_way(nbytes: int, sent: Sequence[int]) -> int:
     if nbytes <= _COPIED:
         return nbytes
     return sum(sent[-_UNDER_WAY:]) if nbytes >= _LARGE else 0
-
-
-def _second_half(part: _Part) -> int:
-    """What a backward keeps between its halves, less the graph that it lets go of.
-
-    Where no input wants a gradient, it isn't split: all is done in the second half.
-    """
-    return part.arriving - part.behind if part.input.gradient else part.output.gradient

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_gpipe.model.backbone import find_backbone
 from lightning_gpipe.model.on_meta import Attributes
+from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import known_flops
@@ -56,10 +57,10 @@ class PlanningStrategy(SavingStrategy):
     ) -> Plans:
         """Tell what fits and what is fastest, without data, weights or devices.
 
-        The module's ``training_step`` runs up to the backbone's call on tensors without values. The
-        module may be unbuilt, or built on the meta device, and is left as it was. What isn't given
-        is as this strategy says; where that says ``"auto"``, and of recomputes and virtual stages
-        where it says what is the default, several are compared.
+        The module's ``training_step`` runs on tensors without values, up to the backbone's call at
+        least. The module may be unbuilt, or built on the meta device, and is left as it was. What
+        isn't given is as this strategy says; where that says ``"auto"``, and of recomputes and
+        virtual stages where it says what is the default, several are compared.
 
         Args:
             module: The module.
@@ -113,6 +114,7 @@ class PlanningStrategy(SavingStrategy):
         with (
             warnings.catch_warnings(),
             preserved(torch.device("cpu")),
+            own_state_kept(module, everything=True),
             _built(module, self.precision_plugin),
             self.precision_plugin.forward_context(),
         ):
@@ -143,7 +145,7 @@ def _planner(
     name = find_backbone(module, name, known_flops(module) if name is None else None)
     layers = tuple(layers_of(module.get_submodule(name)))
     is_detached = settings.step == "micro-batch"
-    call = BackboneCall(input, run_layer, context=None, ends=None)
+    call = BackboneCall(input, run_layer, context=None, seen=None)
     if input is None:
         call = call_of(module, name, batch, device)
     sample = call.input
@@ -155,7 +157,8 @@ def _planner(
         _check_parameters(optimizers, module)
     return Planner(
         *(module, name, layers, call.run_layer, sample, optimizers, device, warn, is_detached),
-        *(call.ends, flops, partial(_measured, layers, call, device) if is_measured else None),
+        *(call.seen, flops),
+        partial(_measured, layers, call, device) if is_measured else None,
     )
 
 

@@ -1,30 +1,35 @@
-"""Runs a LightningModule's step up to the backbone's call, without values and without a Trainer."""
+"""Runs a LightningModule's step without values and without a Trainer."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from io import StringIO
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import Attributes, Pretended, to_meta_leaf
+from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.redirect import Redirections
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.pipeline.probe import Reached
+from lightning_gpipe.plan.step_memory import SeenStep, StepMemory, StepWatch, output_of
+from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
 _GIVE_INPUT = "give what the backbone is called with: plan(module, input=...)"
-
-
-Ends: TypeAlias = tuple[frozenset[int], frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +40,21 @@ class BackboneCall:
         input: What it is given, on the meta device.
         run_layer: Runs one of its layers.
         context: What surrounds it.
-        ends: The parameters and buffers, by ``id``, that the step uses before the call, and those
-            that it may use behind it; None: not known.
+        seen: What the step uses and holds; None: not known.
     """
 
     input: Any
     run_layer: RunLayer
     context: ForwardContext | None
-    ends: Ends | None
+    seen: SeenStep | None
 
 
 def call_of(
     module: pl.LightningModule, backbone: str, batch: Any, device: torch.device
 ) -> BackboneCall:
-    """Run a step up to the backbone's call, on tensors without values; the module stays as it is.
+    """Run a step on tensors without values; the module stays as it is.
+
+    What comes behind the backbone's call may need values: then it isn't known what that holds.
 
     Args:
         module: The module.
@@ -79,9 +85,9 @@ def call_of(
             f"The step of {type(module).__name__} doesn't call the backbone '{backbone}':"
             f" {_GIVE_INPUT}."
         )
-    reached, ends = found
+    reached, seen = found
     sample = tree_map(lambda leaf: _alike(leaf, None), reached.sample)
-    return BackboneCall(sample, reached.context.run_layer, reached.context, ends)
+    return BackboneCall(sample, reached.context.run_layer, reached.context, seen)
 
 
 def _reached(
@@ -90,43 +96,79 @@ def _reached(
     batch: Any,
     is_example: bool,
     device: torch.device,
-) -> tuple[Reached, Ends] | None:
-    """Run a step on tensors without values until it calls the backbone; None: it doesn't.
+) -> tuple[Reached, SeenStep] | None:
+    """Run a step on tensors without values; None: it doesn't call the backbone.
 
-    What was used until then may be used once more if it stands in two places, as an embedding's
-    weight that is the head's, too.
+    Where it can't run to its end, what was used before the call may be used once more if it stands
+    in two places, as an embedding's weight that is the head's, too.
     """
     body, redirections = module.get_submodule(backbone), Redirections(is_alone=False)
-    place = Pretended(device)
+    place, watch = Pretended(device), StepWatch()
+    reached: list[Reached] = []
+    used: set[int] = set()
+    memory: StepMemory | None = None
 
-    def reached(input: Any, run: RunLayer = run_layer) -> Any:
-        raise Reached(input, ForwardContext.current((), device, run))
+    def call(input: Any, run: RunLayer = run_layer) -> Any:
+        found = Reached(input, ForwardContext.current((), device, run))
+        if not reached:
+            used.update(uses.seen)
+        reached.append(found)
+        if len(reached) > 1 or is_example or not module.automatic_optimization:
+            raise found  # what follows isn't known, or mustn't run
+        module.__dict__["_trainer"] = None  # nothing that follows may reach one
+        watch.enter()
+        given = Tree.of(input, "The backbone's input")
+        made = output_of(layers_of(body), run, input, place)
+        leaves = list(made.leaves)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        outputs = watch.leave(given.tensors(), [leaves[i] for i in tensors])
+        for i, output in zip(tensors, outputs, strict=True):
+            leaves[i] = output
+        uses.seen.clear()
+        return made.with_leaves(leaves).value()
 
     kept = [(part, Attributes(part)) for part in module.modules()]
     try:
         redirections.take_over(body)
-        redirections.add(body, reached)
+        redirections.add(body, call)
         keys = {id(fake): key for key, fake in _pretend(module, kept, place).items()}
         uses = _Uses(keys)
-        module.__dict__.update(
-            log=_nothing, log_dict=_nothing
-        )  # no trainer runs that would take it
-        given = tree_map(lambda leaf: _alike(leaf, place), batch)
-        with torch.enable_grad(), place.mode, uses:
-            _step(module, given, is_example)
-    except Reached as found:
+        for name in ("log", "log_dict", "print"):  # there is no trainer that would
+            module.__dict__[name] = _nothing
+        for part, _ in kept:
+            if isinstance(part, Metric | MetricCollection):  # they check values
+                part.__dict__.update(update=_nothing, forward=_no_value, compute=_no_value)
+        given = tree_map(lambda leaf: _own_alike(leaf, place), batch)
+        try:
+            with torch.enable_grad(), redirect_stdout(StringIO()), place.mode, watch, uses:
+                loss = _loss_of(_step(module, given, is_example))
+                if reached and loss is not None:
+                    memory = watch.finish(loss, module.parameters())
+        except Reached:
+            pass
+        except Exception:
+            if not reached:
+                raise
+        if not reached:
+            return None
         held = (id(tensor) for part, _ in kept for tensor in _tensors_of(part))
         places = Counter(keys[fake] for fake in held if fake in keys)
-        behind = {key for key, count in places.items() if key not in uses.seen or count > 1}
-        return found, (frozenset(uses.seen), frozenset(behind))
+        again = {key for key, count in places.items() if count > 1}
+        if memory is not None:  # the step has shown what it uses behind the call
+            again = uses.seen
+        behind = again | (places.keys() - used)
+        return reached[0], SeenStep(frozenset(used), frozenset(behind), memory)
     finally:
         redirections.end()
         for part, attributes in kept:
             attributes.restore(part)
-    return None
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _no_value(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros((), device="cpu")
 
 
 def _tensors_of(part: nn.Module) -> list[Tensor]:
@@ -139,8 +181,9 @@ def _pretend(
 ) -> dict[int, Any]:
     """Put tensors without values in the places of a module's; return them by those' ``id``."""
     known: dict[int, Any] = {}
+    is_training = any(part.training for part, _ in kept)
     for part, attributes in kept:
-        attributes.prepare(part, True, None, place)
+        attributes.prepare(part, True, None if is_training else True, place)
         for entries in (part._parameters, part._buffers):
             for name, tensor in entries.items():
                 if tensor is not None:
@@ -165,9 +208,24 @@ class _Uses(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func._schema.is_mutable:
+            _check_written(func._schema.arguments, args)
         leaves = tree_leaves((args, kwargs or {}))
         self.seen.update(self._known[id(x)] for x in leaves if id(x) in self._known)
         return func(*args, **(kwargs or {}))
+
+
+def _check_written(arguments: Sequence[Any], args: Sequence[Any]) -> None:
+    """Let no operation write to a tensor with values, which is somebody's.
+
+    Raises:
+        RuntimeError: If it would.
+    """
+    for argument, given in zip(arguments, args, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(given) if writes else ():
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                raise RuntimeError("it changes a tensor in place that the module doesn't hold")
 
 
 def _alike(leaf: Any, place: Pretended | None) -> Any:
@@ -178,12 +236,24 @@ def _alike(leaf: Any, place: Pretended | None) -> Any:
     return nn.Parameter(found, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else found
 
 
-def _step(module: pl.LightningModule, batch: Any, is_example: bool) -> None:
+def _own_alike(leaf: Any, place: Pretended) -> Any:
+    """What the step may change: a tensor without values, or a copy of what isn't a constant."""
+    if isinstance(leaf, (Tensor, *CONSTANTS)):
+        return _alike(leaf, place)
+    return copy.deepcopy(leaf)
+
+
+def _step(module: pl.LightningModule, batch: Any, is_example: bool) -> Any:
     if not is_example and is_overridden("training_step", module):
         parameters = inspect.signature(module.training_step).parameters
         takes_index = len(parameters) > 1
-        module.training_step(*((batch, 0) if takes_index else (batch,)))
-    elif isinstance(batch, Mapping):
-        module(**batch)
-    else:
-        module(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+        return module.training_step(*((batch, 0) if takes_index else (batch,)))
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+
+def _loss_of(returned: Any) -> Tensor | None:
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    wanted = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+    return loss if wanted else None

@@ -1,0 +1,182 @@
+"""What user code keeps beside a module's tensors, put back after calls without values.
+
+Such a call leaves tensors without values wherever the code keeps some: in attributes, in lists and
+dicts, in globals, in caches of functions. Real calls would compute with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+#: Entries of a list or a dict in which objects are looked for.
+_FEW = 1000
+#: Packages whose objects are nobody's own.
+_OTHERS = {"torch", "lightning", "torchmetrics", "lightning_gpipe", *sys.stdlib_module_names}
+_INSTALLED = {"site-packages", "dist-packages"}
+_OF_MODULES = vars(nn.Module()).keys()
+_CONTAINERS = (list, dict, set)
+_outermost: _OwnState | None = None
+
+
+@contextmanager
+def own_state_kept(module: nn.Module, everything: bool = False) -> Iterator[None]:
+    """Let no tensors without values stay in what code of the user's keeps.
+
+    That is looked for in functions' caches, and in globals, classes and objects of the packages
+    that the module's classes come from, if these aren't installed ones; what holds such a tensor
+    then holds what it did before. Inside such a context that is done for what it has found.
+
+    Args:
+        module: The user's module, or a part of it.
+        everything: Whether all is put back that has changed in those packages' globals, classes
+            and objects, and not only tensors without values.
+    """
+    global _outermost
+    if _outermost is not None:
+        try:
+            yield
+        finally:
+            _outermost.put_back()
+        return
+    _outermost = state = _OwnState(module)
+    try:
+        yield
+    finally:
+        _outermost = None
+        state.put_back(everything)
+        state.clear_caches(_caches(len(sys.modules)))
+
+
+class _OwnState:
+    def __init__(self, module: nn.Module) -> None:
+        kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+        packages = {_package(kind.__module__) for kind in kinds} - _OTHERS
+        self._own = {package for package in packages if not _is_installed(package)}
+        self._contents: list[tuple[Any, Any]] = []
+        self._own_caches: list[Any] = []  # of which the collector may not know
+        holders = self._holders(module)
+        self._names = [(holder, _names(holder)) for holder in holders]
+        caches = [*_caches(len(sys.modules)), *self._own_caches]
+        self._caches = {id(cache): (cache, cache.cache_info().misses) for cache in caches}
+
+    def put_back(self, everything: bool = False) -> None:
+        for holder, values in self._names:
+            now = _names(holder)
+            changed = [k for k in now.keys() | values.keys() if now.get(k) is not values.get(k)]
+            for name in changed:
+                with suppress(AttributeError, TypeError):  # it can't be set: nor could the user
+                    if name in values and _is_wrong(now.get(name), everything):
+                        setattr(holder, name, values[name])
+                    elif name not in values and _is_wrong(now[name], everything):
+                        delattr(holder, name)
+        for container, before in self._contents:
+            if _has_changed(container, before) and _is_wrong(container, everything):
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(before)
+        self.clear_caches(cache for cache, _ in self._caches.values())
+
+    def clear_caches(self, caches: Iterable[Any]) -> None:
+        for cache in caches:
+            _, before = self._caches.get(id(cache), (None, 0))
+            if cache.cache_info().misses != before and _keeps_no_values(cache):
+                cache.cache_clear()
+
+    def _holders(self, module: nn.Module) -> list[Any]:
+        """All that has attributes; notes the containers on the way."""
+        of_modules = (vars(part).items() for part in module.modules())
+        left = [v for items in of_modules for k, v in items if k not in _OF_MODULES]
+        found: list[Any] = []
+        for name, source in list(sys.modules.items()):
+            if _package(name) in self._own and isinstance(source, ModuleType):
+                found.append(source)
+                left += _names(source).values()
+        seen: set[int] = set()
+        while left:
+            value = left.pop()
+            if id(value) in seen or isinstance(value, (nn.Module, Tensor, ModuleType)):
+                continue
+            seen.add(id(value))
+            if type(value) is functools._lru_cache_wrapper:
+                self._own_caches.append(value)
+            if type(value) in _CONTAINERS:
+                self._contents.append((value, value.copy()))
+            if isinstance(value, Mapping):
+                left += [*islice(value.values(), _FEW)]
+            elif isinstance(value, (list, tuple, set)):
+                left += [*islice(value, _FEW)]
+            elif self._is_own(value) and hasattr(value, "__dict__"):
+                found.append(value)
+                left += _names(value).values()
+        return found
+
+    def _is_own(self, value: Any) -> bool:
+        kind = value if isinstance(value, type) else type(value)
+        return _package(kind.__module__) in self._own
+
+
+def _is_wrong(value: Any, everything: bool) -> bool:
+    if isinstance(value, ModuleType):  # imported meanwhile
+        return False
+    return everything or _has_no_values(value)
+
+
+def _has_changed(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        return any(before.get(key, container) is not value for key, value in container.items())
+    if isinstance(container, set):
+        return bool(container ^ before)
+    return any(a is not b for a, b in zip(container, before, strict=True))
+
+
+def _names(holder: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(holder).items() if not name.startswith("__")}
+
+
+@functools.lru_cache(maxsize=1)
+def _caches(modules: int) -> list[Any]:
+    """The caches of all functions, as long as so many modules are imported: it takes a while."""
+    return [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+
+
+def _has_no_values(value: Any) -> bool:
+    """Whether a tensor has no values, or one of those that a list or the like holds."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    each = value if isinstance(value, (list, tuple, set)) else [value]
+    return any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta) for x in each)
+
+
+def _keeps_no_values(cache: Any) -> bool:
+    """Whether a function's cache has kept a tensor without values."""
+    left, seen = [cache], set[int]()
+    while left and len(seen) < _FEW:
+        for value in gc.get_referents(left.pop()):
+            if isinstance(value, Tensor):
+                if _has_no_values(value):
+                    return True
+            elif id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType)):
+                seen.add(id(value))
+                left.append(value)
+    return False
+
+
+def _package(name: Any) -> str:
+    return str(name).partition(".")[0]
+
+
+def _is_installed(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return not _INSTALLED.isdisjoint(Path(file).parts)
