@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import lightning as L
@@ -42,6 +43,7 @@ class Watched(L.LightningModule):
         self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.meters = {"loss": [Meter()]}
+        self.gone = [weakref.proxy(Meter())]
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
         self.seen = 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ _FEW = 1000
 _OTHERS = {"torch", "lightning", "torchmetrics", "lightning_gpipe", *sys.stdlib_module_names}
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_MODULES = vars(nn.Module()).keys()
+_NO_DATA = (type, ModuleType, FunctionType)
 _CONTAINERS = (list, dict, set)
 _outermost: _OwnState | None = None
 
@@ -43,11 +44,12 @@ def own_state_kept(module: nn.Module, everything: bool = False) -> Iterator[None
             and objects, and not only tensors without values.
     """
     global _outermost
-    if _outermost is not None:
+    outer = _outermost
+    if outer is not None:
         try:
             yield
         finally:
-            _outermost.put_back()
+            outer.put_back()
         return
     _outermost = state = _OwnState(module)
     try:
@@ -104,16 +106,17 @@ class _OwnState:
         seen: set[int] = set()
         while left:
             value = left.pop()
-            if id(value) in seen or isinstance(value, (nn.Module, Tensor, ModuleType)):
+            kind = type(value)  # a proxy claims to be of another class, or fails to tell
+            if id(value) in seen or issubclass(kind, (nn.Module, Tensor, ModuleType)):
                 continue
             seen.add(id(value))
-            if type(value) is functools._lru_cache_wrapper:
+            if kind is functools._lru_cache_wrapper:
                 self._own_caches.append(value)
-            if type(value) in _CONTAINERS:
+            if kind in _CONTAINERS:
                 self._contents.append((value, value.copy()))
-            if isinstance(value, Mapping):
+            if issubclass(kind, dict):
                 left += [*islice(value.values(), _FEW)]
-            elif isinstance(value, (list, tuple, set)):
+            elif issubclass(kind, (list, tuple, set)):
                 left += [*islice(value, _FEW)]
             elif self._is_own(value) and hasattr(value, "__dict__"):
                 found.append(value)
@@ -121,12 +124,12 @@ class _OwnState:
         return found
 
     def _is_own(self, value: Any) -> bool:
-        kind = value if isinstance(value, type) else type(value)
+        kind = value if issubclass(type(value), type) else type(value)
         return _package(kind.__module__) in self._own
 
 
 def _is_wrong(value: Any, everything: bool) -> bool:
-    if isinstance(value, ModuleType):  # imported meanwhile
+    if issubclass(type(value), ModuleType):  # imported meanwhile
         return False
     return everything or _has_no_values(value)
 
@@ -153,10 +156,11 @@ def _caches(modules: int) -> list[Any]:
 
 def _has_no_values(value: Any) -> bool:
     """Whether a tensor has no values, or one of those that a list or the like holds."""
-    if isinstance(value, Mapping):
+    if issubclass(type(value), dict):
         value = list(value.values())
-    each = value if isinstance(value, (list, tuple, set)) else [value]
-    return any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta) for x in each)
+    each = value if issubclass(type(value), (list, tuple, set)) else [value]
+    tensors = [x for x in each if issubclass(type(x), Tensor)]
+    return any(isinstance(x, FakeTensor) or x.is_meta for x in tensors)
 
 
 def _keeps_no_values(cache: Any) -> bool:
@@ -164,10 +168,10 @@ def _keeps_no_values(cache: Any) -> bool:
     left, seen = [cache], set[int]()
     while left and len(seen) < _FEW:
         for value in gc.get_referents(left.pop()):
-            if isinstance(value, Tensor):
+            if issubclass(type(value), Tensor):
                 if _has_no_values(value):
                     return True
-            elif id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType)):
+            elif id(value) not in seen and not issubclass(type(value), _NO_DATA):
                 seen.add(id(value))
                 left.append(value)
     return False
