@@ -96,7 +96,8 @@ class _OwnState:
 
     def _holders(self, module: nn.Module) -> list[Any]:
         """All that has attributes; notes the containers on the way."""
-        of_modules = (vars(part).items() for part in module.modules())
+        # others, such as recurrent layers, hold weak references that must be free to go
+        of_modules = (vars(part).items() for part in module.modules() if self._is_own(part))
         left = [v for items in of_modules for k, v in items if k not in _OF_MODULES]
         found: list[Any] = []
         for name, source in list(sys.modules.items()):
