@@ -241,11 +241,27 @@ HIDDEN = hidden_table()
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
-def test_a_loss_without_values_is_refused(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_without_values_is_refused(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "HIDDEN", hidden_table())
     module = Watched()
     module.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cached(), nn.Tanh())
     with pytest.raises(RuntimeError, match="of the backbone has no values"):
+        train(module, devices=1, max_epochs=1, strategy=GPipeStrategy(4, step=step))
+
+
+class CachedBehind(Watched):
+    def step(self, batch: Any) -> Tensor:
+        hidden = self.backbone(self.embedding(batch[0]))
+        return (hidden * HIDDEN(hidden)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_a_loss_without_values_is_refused(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "HIDDEN", hidden_table())
+    module = CachedBehind()
+    assert plan(module, step).counts_step
+    with pytest.raises(RuntimeError, match="The loss has no values"):
         train(module, devices=1, max_epochs=1, strategy=GPipeStrategy(4, step=step))
 
 

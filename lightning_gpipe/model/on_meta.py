@@ -167,9 +167,9 @@ def _attributes_kept(
 
 
 class Attributes:
-    """The attributes of an object, and what the lists, dicts and sets among them hold."""
+    """The attributes of a module, and what the lists, dicts and sets among them hold."""
 
-    def __init__(self, part: object) -> None:
+    def __init__(self, part: nn.Module) -> None:
         self._values = dict(part.__dict__)
         self._contents = [
             (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
@@ -189,7 +189,7 @@ class Attributes:
         if isinstance(part, nn.SyncBatchNorm):  # without the other processes it saves the same
             part.__dict__["forward"] = partial(_BatchNorm.forward, part)
 
-    def restore(self, part: object) -> None:
+    def restore(self, part: nn.Module) -> None:
         """Put all back."""
         part.__dict__.clear()
         part.__dict__.update(self._values)

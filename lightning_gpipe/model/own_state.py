@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -57,7 +58,7 @@ def own_state_kept(module: nn.Module, everything: bool = False) -> Iterator[None
     finally:
         _outermost = None
         state.put_back(everything)
-        state.clear_caches(_caches(len(sys.modules)))
+        state.clear_caches(_caches())
 
 
 class _OwnState:
@@ -69,7 +70,7 @@ class _OwnState:
         self._own_caches: list[Any] = []  # of which the collector may not know
         holders = self._holders(module)
         self._names = [(holder, _names(holder)) for holder in holders]
-        caches = [*_caches(len(sys.modules)), *self._own_caches]
+        caches = [*_caches(), *self._own_caches]
         self._caches = {id(cache): (cache, cache.cache_info().misses) for cache in caches}
 
     def put_back(self, everything: bool = False) -> None:
@@ -149,10 +150,16 @@ def _names(holder: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(holder).items() if not name.startswith("__")}
 
 
+def _caches() -> list[Any]:
+    """The caches of all functions that live."""
+    return [cache for known in _known_caches(len(sys.modules)) if (cache := known()) is not None]
+
+
 @functools.lru_cache(maxsize=1)
-def _caches(modules: int) -> list[Any]:
-    """The caches of all functions, as long as so many modules are imported: it takes a while."""
-    return [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+def _known_caches(modules: int) -> list[Any]:
+    """Looks for caches once for each number of imported modules: it takes a while."""
+    found = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    return [weakref.ref(each) for each in found]
 
 
 def _has_no_values(value: Any) -> bool:
