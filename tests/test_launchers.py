@@ -178,16 +178,18 @@ def test_processes_can_be_forked_after_what_a_notebook_did(first: str, tmp_path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked for in /proc")
 def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
-    over = threading.Event()
+    named, over = threading.Event(), threading.Event()
 
     def as_autograd_does() -> None:
         comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
         comm.write_text("pt_autograd_0")
+        named.set()
         over.wait()
 
     thread = threading.Thread(target=as_autograd_does)
     thread.start()
     try:
+        assert named.wait(timeout=30)
         with pytest.raises(RuntimeError, match="Restart the notebook's kernel"):
             train(Around(), devices=2, strategy=GPipeStrategy(3, start_method="fork"))
     finally:
