@@ -90,9 +90,10 @@ class Timeline(SphinxDirective):
             if virtual > 1:
                 title += f", part {stage}"
             shade = 1 - 0.35 * (stage // stages) / max(virtual - 1, 1)
+            place = f'x="{x:.1f}" y="{y + 2}" width="{w:.1f}" height="{high - 4}" rx="3"'
             parts.append(
-                f'<g><title>{title}</title><rect class="cell {op}" x="{x:.1f}" y="{y + 2}"'
-                f' width="{w:.1f}" height="{high - 4}" fill-opacity="{shade:.2f}" rx="3"/>'
+                f'<g><title>{title}</title><rect class="cell" {place} fill="white"/>'
+                f'<rect class="cell {op}" {place} fill-opacity="{shade:.2f}"/>'
                 f'<text class="on" x="{x + w / 2:.1f}" y="{y + 19}" font-size="11"'
                 f' text-anchor="middle">{label}</text></g>'
             )
