@@ -1,5 +1,6 @@
 """Sphinx builds the documentation: ``python -m sphinx -W --keep-going docs docs/_build``."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -35,13 +36,14 @@ html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
 
-#: Pages that have others below them in the sidebar; their text links to each.
+#: Pages that have others below them in the sidebar, in the order in which their text links to them.
 _BELOW = ("recipes/README", "decisions/README")
 
 
 def _complete_contents(app: Sphinx, name: str, source: list[str]) -> None:
     if name in _BELOW:
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n*\n```\n"
+        pages = "\n".join(re.findall(r"\]\(([\w-]+)\.md\)", source[0]))
+        source[0] += f"\n```{{toctree}}\n:hidden:\n{pages}\n```\n"
 
 
 def setup(app: Sphinx) -> None:
