@@ -77,9 +77,10 @@ class Listening(nn.Module):
 class Blocks(Listening, nn.ModuleList):
     """A backbone of blocks that a model calls one after another, with masks, positions and so on.
 
-    It takes the place of the ``nn.ModuleList`` in which the model keeps them::
+    A run makes one of the ``nn.ModuleList`` in which the model keeps them. Make it yourself to say
+    ``as_tuple``, or which of several lists is the backbone::
 
-        model.transformer.h = Blocks(model.transformer.h)  # GPT-2 of Hugging Face
+        model.transformer.h = Blocks(model.transformer.h, as_tuple=True)
 
     The model's code stays as it is, and so do the names of its parameters. Each block must get the
     hidden state that the one before returned, and nobody else may use it: blocks that are skipped,

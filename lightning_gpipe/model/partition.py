@@ -36,7 +36,7 @@ class Partition:
 
     @property
     def stages(self) -> tuple[tuple[range, ...], ...]:
-        """The layers of each stage: those of each of its virtual stages."""
+        """The layers of each stage, a range for each of its virtual stages."""
         return tuple(self.parts[stage :: self.count] for stage in range(self.count))
 
     def part_of(self, layer: int) -> int:

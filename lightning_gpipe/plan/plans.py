@@ -177,7 +177,7 @@ class Plans:
 
     @property
     def best(self) -> Plan | None:
-        """The fastest of those that fit; None: none fits."""
+        """The fastest of those that fit, or None if none does."""
         return self.all[0] if self.all[0].fits else None
 
     def __str__(self) -> str:

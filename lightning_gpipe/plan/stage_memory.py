@@ -50,7 +50,7 @@ class StageMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes that stay from step to step: weights, gradients and the optimizers' state."""
+        """Bytes of weights, gradients and the optimizers' state, which stay from step to step."""
         return self.weights + self.gradients + (self.optimizer or 0)
 
     @property

@@ -33,11 +33,12 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 class GPipeStrategy(PlanningStrategy):
     """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
 
-    The module's steps call an ``nn.Sequential``, the *backbone*. Its layers are cut into K stages,
-    one process each. Every mini-batch is split into M micro-batches that flow through the stages;
-    activations are re-materialized in the backward; the optimizer steps once per mini-batch. The
-    backbone's output comes back on every stage, so the code around it, logging and callbacks run as
-    on one device. The weights don't depend on K. (GPipe, Huang et al. 2019.)
+    The module's steps call an ``nn.Sequential``, or loop over an ``nn.ModuleList``: the *backbone*.
+    Its layers are cut into K stages, one process each. Every mini-batch is split into M
+    micro-batches that flow through the stages; activations are re-materialized in the backward; the
+    optimizer steps once per mini-batch. The backbone's output comes back on every stage, so the
+    code around it, logging and callbacks run as on one device. The weights don't depend on K.
+    (GPipe, Huang et al. 2019.)
 
     With more processes than stages there are D = processes / K replicas of the pipeline, which read
     different data and average their gradients, as with DDPStrategy.
@@ -47,7 +48,7 @@ class GPipeStrategy(PlanningStrategy):
             the bubble small, and more if only smaller ones fit in ``memory_limit``, or in the
             device's memory; but no more than leave batch norm 4 samples at once.
         stages: K, the number of stages. ``"auto"``: the processes of one node.
-        backbone: Dotted name of the ``nn.Sequential`` to cut. ``None``: find it.
+        backbone: Dotted name of the ``nn.Sequential`` or list to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
             counted without computing them; frozen layers count what their backward computes), by
             ``"time"`` (measured on the device), by ``"params"``, by ``"memory"``, by an explicit
@@ -83,7 +84,7 @@ class GPipeStrategy(PlanningStrategy):
             ``"16GiB"``. Layers are shared out within it, and a cut beyond it is refused before
             training starts. ``None``: no limit.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
-        timeout: How long a process waits for another before it gives up.
+        timeout: How long a process waits for another before it gives up; by default 30 minutes.
         start_method: How processes start. ``"popen"``: the script runs once per process;
             ``"spawn"`` and ``"fork"`` (for notebooks) as in ``multiprocessing``.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged over replicas, as

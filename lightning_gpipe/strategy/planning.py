@@ -85,7 +85,7 @@ class PlanningStrategy(SavingStrategy):
             table.
 
         Raises:
-            ValueError: If an argument is none that it may be, the module can't be cut, or the step
+            ValueError: If an argument has a wrong value, the module can't be cut, or the step
                 needs values, with what to do.
             UntraceableLayer: If a layer of the backbone needs the values of its input.
         """
