@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gpipe.tensors import strides
 
-FRAME = 1 << 14  # bytes; a step's control message with the generators' states takes about 10,000
+FRAME = 1 << 12  # bytes; as much as goes from process to process at once, see nearby.py
 _SMALL = 1 << 13  # bytes up to which a tensor is pickled
 _KIND_AND_LENGTH = struct.Struct("<qq")
 _ROOM = FRAME - _KIND_AND_LENGTH.size

@@ -21,7 +21,7 @@ _AHEAD, _SMALL = 2, 1 << 16
 #: Bytes up to which what is sent is copied to memory that is used again and again, and those from
 #: which on it stays where it is while some micro-batches are under way.
 _COPIED, _LARGE, _UNDER_WAY = 1 << 20, 1 << 21, 3
-_NO_STEP = StepMemory(0, 0, 0, 0, 0, 0, 0)
+_NO_STEP = StepMemory(0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +256,13 @@ class _Walk:
     ) -> None:
         """Put the output together on the last rank; every rank gets it, until the loss is through.
 
-        On the last rank the loss's backward lets go of it, and leaves its gradient.
+        On the last rank the loss's backward lets go of it, and leaves its gradient. The others let
+        go of their losses' graphs before.
         """
         whole, step = count * output.nbytes, self.step
         if not is_last:
-            now.ends += whole
-            self._note(now, self._behind(step.behind))
-            now.ends += step.kept - (step.before if is_first else step.left)
+            self._note(now, whole + self._behind(step.behind))
+            now.ends += (step.left - step.before) * is_first
             return
         gradient = count * output.gradient
         differentiated = max(gradient, self._behind(step.differentiated))

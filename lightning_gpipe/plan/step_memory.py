@@ -33,7 +33,6 @@ class StepMemory:
         first: The most until the step calls the backbone.
         before: When it does.
         behind: The most from there to the loss.
-        kept: When the step has returned the loss.
         differentiated: The most in the backward from the loss to the backbone's output, with the
             gradient of the output.
         left: After that, without this gradient.
@@ -43,7 +42,6 @@ class StepMemory:
     first: int
     before: int
     behind: int
-    kept: int
     differentiated: int
     left: int
     last: int
@@ -157,7 +155,6 @@ class StepWatch(TorchDispatchMode):
             max(behind[: called + 1]),
             behind[called],
             max(behind[resumed : returned + 1]),
-            behind[returned],
             max(behind[returned : reached + 1]),
             before[reached],
             max(before[reached:]),

@@ -224,10 +224,14 @@ class GPipeStrategy(PlanningStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         self.pre_backward(closure_loss)
-        plugin, module = self.precision_plugin, self._module
+        plugin, module, given = self.precision_plugin, self._module, closure_loss
         closure_loss = plugin.pre_backward(closure_loss, module)
         if not self._running.differentiates:
             with self._running.backward(closure_loss, bool(kwargs.get("retain_graph"))) as loss:
+                if loss is not closure_loss and module.automatic_optimization:
+                    # the last stage differentiates it: here its graph would only take memory
+                    given.detach_()
+                    closure_loss.detach_()
                 plugin.backward(loss, module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

@@ -14,10 +14,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 SUITES = {
     "emulated": (
         "Schedules on emulated devices",
-        "Any number of stages runs truly in parallel, because layers sleep: 5 ms forward, 10 ms"
-        " backward. The bound is the length of fill-drain for what the stages take by themselves;"
-        " other schedules may be shorter. *searched* runs the step once per micro-batch, with one"
-        " stage on each rank (V=1) or two.",
+        "Any number of stages runs truly in parallel, because layers sleep: 5 or 20 ms forward, and"
+        " twice as long backward. What else processes do, they do on two cores all together, as"
+        " those of devices with few cores for each. The bound is the length of fill-drain for what"
+        " the stages take by themselves; other schedules may be shorter. *searched* runs the step"
+        " once per micro-batch, with one stage on each rank (V=1) or two.",
         ("of the bound", "longer is better"),
     ),
     "compute": (
@@ -29,7 +30,8 @@ SUITES = {
     ),
     "memory": (
         "Peak memory of each process",
-        "Above what the process took before the model was built. Freed memory goes back at once.",
+        "Above what the process took before the model was built; pages of libraries don't count."
+        " Freed memory goes back at once.",
         ("highest", "shorter is better"),
     ),
     "overhead": (

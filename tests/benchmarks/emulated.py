@@ -1,7 +1,8 @@
 """Schedules on emulated devices: steps against the bound of fill-drain, and other packages.
 
-Every stage sleeps 5 ms forward, and 5 ms each for the gradients of its input and of its weights, so
-that any number of stages runs truly in parallel on few cores. How long that really takes, is
+Every stage sleeps 5 ms forward, and 5 ms each for the gradients of its input and of its weights, or
+as long as ``--unit`` says, so that any number of stages runs truly in parallel on few cores. What
+processes do beside that, they do on these cores all together. How long a sleep really takes, is
 measured by ``ideal`` in the same run: stages without messages. The bound is the length that the
 schedule's simulator finds for these times. A schedule with two stages on each rank has layers of
 half the time.
@@ -21,7 +22,6 @@ from tests.benchmarks.report import Table, row_of
 from tests.benchmarks.turns import Contestant, take_turns
 from tests.benchmarks.workloads import emulated
 
-UNIT_S = 0.005
 OURS, SEARCHED = "lightning-gpipe, fill_drain", "lightning-gpipe, searched"
 
 
@@ -49,6 +49,13 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
         help="stages and micro-batches, such as 4x8",
     )
     parser.add_argument("--checkpoint", nargs="+", default=["always", "never"])
+    parser.add_argument(
+        "--unit",
+        type=float,
+        default=5.0,
+        metavar="MS",
+        help="milliseconds of a stage's forward; default: %(default)g",
+    )
     parser.add_argument("--only", nargs="+", help="names of contestants, or parts of them")
     parser.add_argument(
         "--at-least",
@@ -58,8 +65,8 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _contestants(stages: int, chunks: int, checkpoint: str) -> list[Contestant]:
-    one, two = emulated(stages, UNIT_S), emulated(2 * stages, UNIT_S / 2)
+def _contestants(stages: int, chunks: int, checkpoint: str, unit_s: float) -> list[Contestant]:
+    one, two = emulated(stages, unit_s), emulated(2 * stages, unit_s / 2)
     found = [
         ideal(one, stages, chunks, checkpoint),
         gpipe(one, stages, chunks, checkpoint, OURS, schedule="fill_drain"),
@@ -88,14 +95,14 @@ def _contestants(stages: int, chunks: int, checkpoint: str) -> list[Contestant]:
 def _compare(stages: int, chunks: int, checkpoint: str, arguments: argparse.Namespace) -> Table:
     contestants = [
         c
-        for c in _contestants(stages, chunks, checkpoint)
+        for c in _contestants(stages, chunks, checkpoint, arguments.unit / 1e3)
         if c.name == "ideal" or not arguments.only or any(n in c.name for n in arguments.only)
     ]
     # the schedule is searched for when six mini-batches were measured
     results = take_turns(contestants, arguments.rounds, arguments.steps, warm_up=6)
     bound = bound_s(results["ideal"], stages, chunks, checkpoint)
     table = Table(
-        f"Emulated devices, K={stages}, M={chunks}, {checkpoint}",
+        f"Emulated devices of {arguments.unit:g} ms, K={stages}, M={chunks}, {checkpoint}",
         ["step, ms", "of the bound"],
         [("bound of fill-drain", [1e3 * bound, 1.0])],
     )

@@ -1,8 +1,9 @@
 """Peak memory of each process, of this package and others.
 
 The peak of a process's resident memory above what it was before the model was built: weights,
-gradients, activations and messages, also those that this package holds beside it. Freed memory goes
-back at once, so that the peak is of what is held, not of what the allocator keeps.
+gradients, activations and messages, also those that this package holds beside it. Pages of files
+such as libraries don't count. Freed memory goes back at once, so that the peak is of what is held,
+not of what the allocator keeps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 from collections.abc import Iterator
 
 from tests.benchmarks import compute
+from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import accumulation, ideal
 from tests.benchmarks.report import Table
 from tests.benchmarks.turns import take_turns
@@ -32,12 +34,20 @@ def run(arguments: argparse.Namespace) -> Iterator[Table]:
         workload = with_balance(compute.WORKLOADS[name](), stages)
         for chunks in arguments.chunks:
             for checkpoint in arguments.checkpoint:
+                least = gpipe(
+                    workload,
+                    stages,
+                    chunks,
+                    checkpoint,
+                    "lightning-gpipe, micro-batch step, 1f1b",
+                    step="micro-batch",
+                    schedule="1f1b",
+                )
+                others = compute.contestants(workload, stages, chunks, checkpoint)
                 found = [
                     ideal(workload, stages, chunks, checkpoint),
                     accumulation(workload, stages, chunks, checkpoint),
-                    *compute.chosen(
-                        compute.contestants(workload, stages, chunks, checkpoint), arguments.only
-                    ),
+                    *compute.chosen([*others[:2], least, *others[2:]], arguments.only),
                 ]
                 results = take_turns(
                     found,

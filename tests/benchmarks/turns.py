@@ -59,7 +59,7 @@ class Turn:
         """
         if self._start is not None:
             end = time.perf_counter()
-            peak = memory_mb("VmHWM") + self.under_way() / 2**20
+            peak = own_memory_mb("VmHWM") + self.under_way() / 2**20
             said = {name: value for notes in self.notes for name, value in notes().items()}
             self._pipe.send((self._start, end, peak, said))
         else:
@@ -103,8 +103,8 @@ class Result:
 
     Args:
         step_s: Of every round the seconds of a step.
-        peak_mb: For each process the peak of its resident memory above what it began with, the
-            highest of all rounds.
+        peak_mb: For each process the peak of its own memory above what it began with, the highest
+            of all rounds; see :func:`own_memory_mb`.
         notes: Of every round what its processes said.
         error: Why it couldn't run.
     """
@@ -159,11 +159,17 @@ def take_turns(
     return results
 
 
-def memory_mb(name: str) -> float:
-    """What the kernel says of this process's memory."""
+def own_memory_mb(name: str) -> float:
+    """What the kernel says of this process's memory, without pages of files such as libraries.
+
+    Which of those are resident depends on the kernel and on what else runs, not on who is measured.
+    They only become more, so those of now are at least those of the peak.
+    """
     status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{name}:\s+(\d+) kB", status)
-    return int(found[1]) / 1024 if found else float("nan")
+    kilobytes = {
+        key: float(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.M)
+    }
+    return (kilobytes[name] - kilobytes["RssFile"]) / 1024
 
 
 class _Group:
@@ -276,7 +282,7 @@ def _run(
         os.dup2(1, 2)
     if exact_memory:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    pipe.send(("base", memory_mb("VmRSS")))
+    pipe.send(("base", own_memory_mb("VmRSS")))
     try:
         contestant.run(Turn(pipe, rank, contestant.processes))
     except BaseException as error:
