@@ -169,6 +169,52 @@ def test_as_a_plain_trainers(stages: int, plain: Any, tmp_path: Path) -> None:
             assert a == b or float(a) == pytest.approx(float(b), rel=1e-6, abs=1e-6)
 
 
+class Padded(models.Language):
+    """Logs means over tokens that are no padding; some micro-batches have nothing else."""
+
+    def loss(self, batch: Any) -> Any:
+        tokens, targets = batch
+        lengths = tokens[:, :1] % models.LENGTH
+        targets = targets.masked_fill(torch.arange(models.LENGTH) >= lengths, -100)
+        loss = functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        return {"loss": loss, "weight": (targets != -100).sum()}
+
+    def data(self) -> Any:
+        data = super().data()
+        tokens = data.tensors[0]
+        tokens[: len(tokens) // 2 // 12 * 12].unflatten(0, (-1, 12))[:, :3, 0] = 0
+        return data
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("by_weight", loss["loss"])
+        self.log("by_size", loss["loss"], batch_size=loss["weight"])
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("tested", loss["loss"], batch_size=loss["weight"])
+
+
+def logged(stages: int) -> list[Any]:
+    """What a validation and a test log; with no stages, by a plain Trainer."""
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    module, run = Padded(), trainer(max_epochs=1, **options)
+    loader = DataLoader(module.data(), batch_size=12)
+    return [run.validate(module, loader, verbose=False), run.test(module, loader, verbose=False)]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_means_over_tokens(stages: int) -> None:
+    """A micro-batch counts by the weight that the step returns, or the batch size of the log."""
+    expected = logged(0)
+    for found in run_ranks(logged, stages, stages):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 class Reads(models.Language):
     """Reads a value in the step that another stage has."""
 

@@ -215,10 +215,10 @@ class PerMicroBatch:
                 f" {m}: with step='micro-batch' it calls it once for each. Use"
                 " GPipeStrategy(step='mini-batch')."
             )
-        if running.before_last is None or not running.has_called:
-            return
         if outcome.weight is not None and self.trace.is_here(outcome.weight):
             running.weighting.give(m, outcome.weight)
+        if running.before_last is None or not running.has_called:
+            return
         if self._groups.is_last:
             self._reductions.look(m, running.sizes[m], outcome)
             self.outside.differentiate(running, m, outcome)

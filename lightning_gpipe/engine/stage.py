@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.engine.attributes import LayerAttributes, States
 from lightning_gpipe.engine.autograd import no_values
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
@@ -32,6 +33,7 @@ class StageCall:
         seed: Of its random numbers.
         seeded: The layers before which Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
+        attributes: What layers keep in attributes, as each micro-batch's forward has met it.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
@@ -43,6 +45,7 @@ class StageCall:
     seed: int
     seeded: frozenset[int]
     buffers: CallBuffers | None
+    attributes: dict[int, States] = field(default_factory=dict)
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
 
@@ -76,6 +79,7 @@ class Stage:
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
+        self._attributes = LayerAttributes(self._modules)
         self._randomness = LayerRandomness(self._layers, device)
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
         #: Whether a backward of the input alone took as much as a whole one.
@@ -135,6 +139,8 @@ class Stage:
         record, trains = MicroBatch(requires_grad), torch.is_grad_enabled()
         call.micro_batches[m] = record
         drops = trains and not keep_graph
+        if drops:
+            call.attributes[m] = self._attributes.met()
         with (
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
@@ -164,6 +170,7 @@ class Stage:
             call.context.restored(),
             self._in_modes(call.modes),
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
+            self._attributes.restored(call.attributes[m]),
             self._batch_norm.micro_batch(recompute=True),
         ):
             given = record.enter_again(keep_input)

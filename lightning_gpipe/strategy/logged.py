@@ -65,18 +65,20 @@ class StepLog:
 
         Args:
             log: ``self.log`` of the module.
-            weights: How much each micro-batch counts.
+            weights: How much each micro-batch counts, where the call doesn't say its batch size.
         """
         for (name, _), entries in self._entries.items():
             options = dict(entries[0].options)
+            counts = [weights[entry.micro_batch] for entry in entries]
             sizes: list[Any] = [entry.options.get("batch_size") for entry in entries]
             if None not in sizes:
-                options["batch_size"] = sum(map(int, sizes))
-            log(name, _reduced(entries, weights), **options)
+                counts = [float(size) for size in sizes]
+                options["batch_size"] = int(sum(counts))
+            log(name, _reduced(entries, counts), **options)
 
 
-def _reduced(entries: Sequence[_Entry], weights: Sequence[float]) -> Any:
-    """One value of those of the micro-batches."""
+def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
+    """One value of those of the micro-batches, each of which counts so much in a mean."""
     values = [entry.value for entry in entries]
     if not isinstance(values[0], (Tensor, int, float)) or len(values) == 1:
         return values[0]
@@ -89,7 +91,7 @@ def _reduced(entries: Sequence[_Entry], weights: Sequence[float]) -> Any:
     if name.lower() in _REDUCTIONS:
         return _REDUCTIONS[name.lower()](torch.stack(tensors).flatten(), 0)
     floats = [t if t.is_floating_point() else t.to(torch.get_default_dtype()) for t in tensors]
-    return weighted_mean(floats, [weights[entry.micro_batch] for entry in entries])
+    return weighted_mean(floats, counts)
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

@@ -1,0 +1,115 @@
+"""Layers may keep state in attributes, no buffers: neither the cut nor the recompute may show.
+
+A layer that counts its calls to warm up was recomputed with the count that all micro-batches had
+left: the gradients were those of another function.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES
+from tests.in_process import InProcess, as_written, trained
+
+WIDTH, LARGE = 4, 5000
+
+
+class Warming(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.last = nn.Linear(WIDTH, WIDTH), 0, "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = f"call {self.calls}"
+        return x + min(1.0, self.calls / 30) * self.linear(x)
+
+
+class Cooling(Warming):
+    """Lowers a temperature that is a tensor, and no buffer."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.temperature = in_place, torch.ones((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.temperature.mul_(0.9)
+        else:
+            self.temperature = 0.9 * self.temperature
+        return self.linear(x) * self.temperature.item()
+
+
+class FirstTime(Warming):
+    """Does something else the first time, and keeps a large tensor from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0 if self.table is None else 0.5
+        if self.table is None:
+            self.table = torch.full((LARGE,), 2.0, dtype=x.dtype)
+            self.made = True
+        return factor * self.linear(x) * self.table[0]
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "counter": Warming,
+    "tensor, replaced": lambda: Cooling(in_place=False),
+    "tensor, in place": lambda: Cooling(in_place=True),
+    "first time": FirstTime,
+}
+
+
+def layers_of(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [KINDS[kind](), nn.Linear(WIDTH, WIDTH), KINDS[kind](), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers).double()
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(5)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attributes_that_layers_change_do_not_depend_on_cut_or_mode(kind: str) -> None:
+    layers = layers_of(kind)
+    expected = None
+    for cut, mode in itertools.product(((4,), (1, 3), (1, 1, 1, 1)), CHECKPOINT_MODES):
+        found = trained(layers, cut, 4, mode, inputs())
+        expected = expected or found
+        different = [name for name in expected if not torch.equal(expected[name], found[name])]
+        assert not different, (cut, mode, different)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attributes_that_layers_change_are_a_plain_modules(kind: str) -> None:
+    layers = layers_of(kind)
+    expected = as_written(layers, inputs())
+    for mode in CHECKPOINT_MODES:
+        found = trained(layers, (1, 3), 1, mode, inputs())
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recompute_leaves_no_trace(kind: str) -> None:
+    left = []
+    for mode in ("never", "always"):
+        layer = layers_of(kind)[0]
+        pipeline = InProcess(nn.Sequential(layer), (1,), 4, mode)
+        for step, value in enumerate(inputs()):
+            pipeline.step(value, step)
+        pipeline.executor.close()
+        state = {"calls", "last", "temperature", "made", "table"} & vars(layer).keys()
+        left.append({name: str(vars(layer)[name]) for name in state})
+    assert left[0] == left[1]
