@@ -230,9 +230,32 @@ class PlainNeedsValues(NeedsValues):
     how = "plain"
 
 
+class Viewed(InConfigureModel):
+    """Its weights are initialized through views of them, and computed with."""
+
+    def configure_model(self) -> None:
+        if self.is_built:
+            return
+        super().configure_model()
+        first, second = self.backbone[0], self.backbone[2]
+        nn.init.orthogonal_(first.weight)
+        with torch.no_grad():
+            first.weight[0] = 0
+            first.bias[1:3].fill_(1.0)
+            second.weight.view(-1).mul_(2.0)
+        self.register_buffer("norm", second.bias.norm().detach())
+        self.table = nn.Embedding(5, models.WIDTH, padding_idx=0).double()
+
+
+class PlainViewed(Viewed):
+    how = "plain"
+
+
 KINDS = {
     **{kind.__name__: kind for kind in (InConfigureModel, Plain, OnMeta, Hooked, NeedsValues)},
     "PlainNeedsValues": PlainNeedsValues,
+    "Viewed": Viewed,
+    "PlainViewed": PlainViewed,
 }
 
 
@@ -312,9 +335,12 @@ def test_layers_on_meta_are_initialized_by_seeds_of_their_own() -> None:
     _equal_weights(run_ranks(fit, 2, "OnMeta", 2), own(module))
 
 
-def test_a_module_is_built_as_in_an_ordinary_run() -> None:
-    first, _, _ = fit("Plain", None)
-    _equal_weights(run_ranks(fit, 2, "InConfigureModel", 2), first)
+@pytest.mark.parametrize(
+    ("plain", "kind"), [("Plain", "InConfigureModel"), ("PlainViewed", "Viewed")]
+)
+def test_a_module_is_built_as_in_an_ordinary_run(plain: str, kind: str) -> None:
+    first, _, _ = fit(plain, None)
+    _equal_weights(run_ranks(fit, 2, kind, 2), first)
 
 
 def test_a_constructor_that_needs_values_runs_on_the_host() -> None:

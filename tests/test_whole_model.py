@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import RankError, run_ranks
-from tests.training import train
+from tests.training import train, trainer
 
 STEPS = 4
 
@@ -397,3 +398,29 @@ def hooks_and_replicas() -> None:
 def test_hooks_on_parameters_are_refused_with_replicas() -> None:
     with pytest.raises(RankError, match="change the average in the hook on_before_optimizer_step"):
         run_ranks(hooks_and_replicas, 4)
+
+
+class Nesterov(models.Around):
+    """Its optimizer keeps a tensor of single precision for parameters of double precision."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.NAdam(self.parameters(), lr=1e-3)
+
+
+def saved_after_the_run(path: str, stages: int) -> None:
+    options = {"devices": stages, "strategy": GPipeStrategy(1, stages=stages)} if stages else {}
+    run = trainer(max_epochs=1, limit_train_batches=2, **options)
+    torch.manual_seed(1)
+    run.fit(Nesterov())
+    run.save_checkpoint(path)
+
+
+def test_what_is_saved_after_a_run_has_the_optimizers_own_types(tmp_path: Path) -> None:
+    saved_after_the_run(str(tmp_path / "plain"), 0)
+    run_ranks(saved_after_the_run, 2, str(tmp_path / "two"), 2)
+    plain, two = (
+        torch.load(tmp_path / name, weights_only=False)["optimizer_states"][0]["state"]
+        for name in ("plain", "two")
+    )
+    assert plain[0]["mu_product"].dtype == torch.float32
+    torch.testing.assert_close(two, plain, rtol=1e-10, atol=1e-10)

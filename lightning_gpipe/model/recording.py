@@ -112,7 +112,7 @@ class Recording(TorchDispatchMode):
         self._writers: dict[int, list[int]] = {}  # by storage, those that make or change it
         self._made: set[int] = set()  # storages of which every element was set
         self._random: set[int] = set()  # those that depend on numbers which weren't drawn
-        self._alive: list[Tensor] = []  # so that no storage's identity is used again
+        self._alive: list[Any] = []  # storages, so that the identity of none is used again
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -205,7 +205,7 @@ class Recording(TorchDispatchMode):
             is_unknown: Whether it depends on numbers that weren't drawn.
             replaces: Whether nothing is left of what was there before.
         """
-        self._alive += [*made, *changed]
+        self._alive += [tensor.untyped_storage() for tensor in (*made, *changed)]
         for tensor in (*made, *changed):
             key = tensor.untyped_storage()._cdata
             if replaces:

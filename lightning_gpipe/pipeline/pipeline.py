@@ -43,6 +43,7 @@ from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.optimizers import (
     adopt,
     gather_optimizer,
+    hold,
     own_part,
     state_to,
     without_state,
@@ -315,7 +316,7 @@ class Pipeline:
         states = [self._gathered(optimizer) for optimizer in optimizers]
         for optimizer, state in zip(optimizers, states, strict=True):
             if groups.is_first and groups.replica == 0:
-                optimizer.load_state_dict(state)
+                hold(optimizer, state)
             state_to(optimizer, HOST)
 
 

@@ -106,6 +106,16 @@ def adopt(
         state_to(optimizer, device)
 
 
+def hold(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Let an optimizer hold the states of a state dict, each tensor in its own type.
+
+    ``load_state_dict`` would give most of them the type of the parameter.
+    """
+    parameters = _parameters(optimizer)
+    for index, entries in state.get("state", {}).items():
+        optimizer.state[parameters[index]] = entries
+
+
 def state_to(optimizer: Optimizer, device: torch.device) -> None:
     """Move an optimizer's state; step counters only where a fused kernel reads them."""
     for group in optimizer.param_groups:
