@@ -434,6 +434,15 @@ def test_what_is_no_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     assert (other / "last.ckpt").exists()
 
 
+@pytest.mark.parametrize("lost", ["meta.pt", "__0_0.distcp"])
+def test_a_folder_that_lacks_a_file_is_refused(lost: str, folder: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half.ckpt"
+    shutil.copytree(folder, half)
+    (half / lost).unlink()
+    with pytest.raises(RankError, match=rf"damaged: it lacks {lost}. Resume from another"):
+        run_ranks(resume, 1, half, 1, 1)
+
+
 def save_after_a_run(path: Path, plugins: list[Any]) -> None:
     run = trainer(devices=1, max_steps=1, strategy=strategy(1), plugins=plugins)
     run.fit(Rich())

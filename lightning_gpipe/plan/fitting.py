@@ -191,6 +191,7 @@ def check_limit(memories: Sequence[StageMemory], limit: int) -> None:
     raise ValueError(
         f"Stage {stage} is expected to hold {human_bytes(most.total)}, more than"
         f" memory_limit={human_bytes(limit)}: {human_bytes(most.kept)} of parameters, gradients and"
-        f" optimizer state, {human_bytes(most.of_micro_batches)} of micro-batches. Use more stages"
-        " or smaller micro-batches (more chunks), checkpoint='always', or balance='memory'."
+        f" optimizer state, {human_bytes(most.of_micro_batches)} of micro-batches. Use more"
+        " stages, balance='memory', or, if they aren't used yet, smaller micro-batches (more"
+        " chunks) and checkpoint='always'."
     )

@@ -41,7 +41,7 @@ class Folder:
         path: The folder, on a disk or a file system that fsspec knows.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If there is none, or one of its files is missing.
         NotADirectoryError: If it is a file.
         IsADirectoryError: If it is no whole checkpoint, with what to do instead.
     """
@@ -54,8 +54,8 @@ class Folder:
             raise FileNotFoundError(f"There is no checkpoint {path}.")
         if not self._system.isdir(local):
             raise NotADirectoryError(f"{path} is a file, not a sharded checkpoint.")
-        if not self._system.exists(f"{local}/{LAST}"):
-            names = names_in(self._system, local)
+        self._names = names = names_in(self._system, local)
+        if LAST not in names:
             if any(OWN.fullmatch(name) for name in names):
                 raise IsADirectoryError(
                     f"{path} is a sharded checkpoint that was never finished (it has no {LAST}):"
@@ -67,7 +67,17 @@ class Folder:
                 f"{path} is a folder, but no sharded checkpoint (it has no {LAST}): give the path"
                 f" of a checkpoint, {remedy}."
             )
+        self._check_for([REST])
         self._reader = _reader(local if is_local else str(path))
+
+    def _check_for(self, files: Iterable[str]) -> None:
+        """Check that none of its files is missing."""
+        missing = sorted(set(files).difference(self._names))
+        if missing:
+            raise FileNotFoundError(
+                f"{self.path} is damaged: it lacks {', '.join(missing[:3])}. Resume from another"
+                " checkpoint."
+            )
 
     def __deepcopy__(self, memo: Any) -> Folder:
         return self
@@ -75,6 +85,7 @@ class Folder:
     @cached_property
     def _metadata(self) -> Metadata:
         metadata: Metadata = self._reader.read_metadata()
+        self._check_for(info.relative_path for info in (metadata.storage_data or {}).values())
         return metadata
 
     @cached_property
