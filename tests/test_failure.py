@@ -257,11 +257,15 @@ def test_signals_from_outside(signals: signal.Signals, to: int | None, message: 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("where", ["layer", "callback"])
-def test_the_error_stands_last_and_its_traceback_once(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "note"),
+    [("layer", ". In layer 4 (Layer) of the backbone, micro-batch 0."), ("callback", "")],
+)
+def test_the_error_stands_last_and_its_traceback_once(where: str, note: str) -> None:
     """And nobody has to scroll: one line per rank, the user's frames, the error."""
     screen = screen_of(by_the_launcher(where, 1))
     error = f"Rank 1 (stage 1) failed: Broken: broken in {where}"
+    error += note if sys.version_info >= (3, 11) else ""
     after = screen[screen.index(" failed: ") :].strip().splitlines()
     assert after[-1] == error, screen
     assert screen.count(error) == 3, screen  # a line of each rank, and the last one

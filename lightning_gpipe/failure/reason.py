@@ -80,7 +80,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def text_of(error: BaseException) -> str:
-    """An exception's type and message, whatever is wrong with the message.
+    """An exception's type, message and notes, whatever is wrong with the message.
 
     Returns:
         At most 4,000 characters, without what would move a terminal's cursor.
@@ -90,6 +90,8 @@ def text_of(error: BaseException) -> str:
         message = str(error)
     except Exception as another:
         message = f"(its message can't be read: {type(another).__name__})"
+    for note in getattr(error, "__notes__", ()):  # such as in which layer
+        message = f"{message.rstrip('. ')}. {note}" if message else str(note)
     if len(message) > _TEXT:
         message = f"{message[: _TEXT // 2]} […] {message[-_TEXT // 2 :]}"
     message = _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], message)
