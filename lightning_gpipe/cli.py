@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +19,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Those of the command line; None: this process's.
     """
+    try:
+        try:
+            _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who read the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     parser = _parser()
     known, others = parser.parse_known_args(arguments)
     options = vars(known)
@@ -27,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         run(**options)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(f"lightning-gpipe: {error}")
 

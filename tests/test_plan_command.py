@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,16 @@ def test_the_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", f"{__name__}:made", *options, "--memory", "10kB"])
     assert ended.value.code == 1
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", f"{__name__}:made", "--devices", "2", "--memory", "16GB"])
+        assert ended.value.code == 141
 
 
 @pytest.mark.parametrize(
