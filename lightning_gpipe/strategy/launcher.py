@@ -5,21 +5,22 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
 
 from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.strategy import _lightning, advice
+from lightning_gpipe.strategy import _lightning, advice, returning
 from lightning_gpipe.strategy.children import STARTED_BY, PatientlySeen, children
-from lightning_gpipe.strategy.monitor import PipelineMonitor
 from lightning_gpipe.strategy.rendezvous import leave_before_fork
 
 
@@ -77,6 +78,12 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     """Lightning's, whose children handle no errors: they report theirs before they end."""
 
     _verdict: Any = None
+    _folder = ""  # for what goes from the children to this process, if it is large
+
+    @property
+    def has_fit(self) -> bool:
+        """Whether a fit has run, in processes that are gone."""
+        return self._already_fit
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +95,8 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             ctypes.c_char, 1 << 15
         )
         try:
-            return super().launch(function, *args, **kwargs)
+            with tempfile.TemporaryDirectory() as self._folder:
+                return super().launch(function, *args, **kwargs)
         except ProcessException as error:
             verdict = self._verdict.value.decode(errors="replace")
             error.args = (f"{error.msg}\n\n{verdict}" if verdict else error.msg,)
@@ -112,19 +120,27 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        figures = [monitor.figures for monitor in _monitors(trainer)]
-        return {**super().get_extra_results(trainer), "figures": pickle.dumps(figures)}
+        # a file: nobody reads from the queue until the processes have ended, and it takes 64 KiB
+        extra = {**super().get_extra_results(trainer), "run": returning.of_run(trainer)}
+        file = Path(self._folder, "extra")
+        torch.save(extra, file)
+        return {"file": str(file)}
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        extra = torch.load(worker_output.extra["file"], weights_only=False)
+        returning.take_types(trainer, extra["run"]["types"])
+        super()._recover_results_in_main_process(worker_output._replace(extra=extra), trainer)
 
     @override
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        told = pickle.loads(extra["figures"])
-        for monitor, figures in zip(_monitors(trainer), told, strict=True):
-            monitor.figures = figures
+        returning.take(trainer, extra["run"])
 
     @override
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
+        self.procs = []  # an earlier run's, of the process that has started this one
         try:
             super()._wrapping_function(*args, **kwargs)
             strategy.finish()
@@ -138,7 +154,3 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             if isinstance(error, KeyboardInterrupt):
                 raise SystemExit(128 + signal.SIGINT) from None  # else it counts as a success
             raise
-
-
-def _monitors(trainer: Any) -> list[PipelineMonitor]:
-    return [each for each in trainer.callbacks if isinstance(each, PipelineMonitor)]
