@@ -179,11 +179,6 @@ class ProcessesStrategy(PlacedStrategy):
         watched = self._world or self._left
         return watched is not None and watched.has_saved
 
-    @property
-    def _can_gather(self) -> bool:
-        """Whether the processes that hold parts of what is saved can be waited for."""
-        return not self._layout.is_spread or not self.is_interrupted
-
     @override
     def barrier(self, name: str | None = None) -> None:
         if not self.is_interrupted:

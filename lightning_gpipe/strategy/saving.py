@@ -73,6 +73,26 @@ def warn_of_difference(before: int | None, chunks: int) -> None:
         )
 
 
+def refuse_without_optimizers(checkpoint: Mapping[str, Any], path: Any, start_method: str) -> None:
+    """Refuse to write what a run can't go on from, where the optimizers' state is gone.
+
+    Args:
+        checkpoint: What would be written.
+        path: Its name, for the error.
+        start_method: How the processes were started that had the state.
+
+    Raises:
+        RuntimeError: Unless only weights are saved.
+    """
+    if "optimizer_states" in checkpoint:
+        raise RuntimeError(
+            f"{path} is not saved: with start_method={start_method!r} fit runs in processes of its"
+            " own, and the optimizers' state, without which a run can't go on, has ended with them."
+            f' Save the weights with trainer.save_checkpoint("{path}", weights_only=True), or all'
+            " within the run, with ModelCheckpoint in Trainer(callbacks=...)."
+        )
+
+
 def warn_of_loss(path: Any) -> None:
     """Warn that a file isn't written, so that an error isn't hidden by one of its own."""
     rank_zero_warn(

@@ -27,6 +27,7 @@ from lightning_gpipe.strategy.checkpoint_io import (
     wait_for_parts,
 )
 from lightning_gpipe.strategy.holding import HeldParts
+from lightning_gpipe.strategy.launcher import MultiProcessingLauncher
 from lightning_gpipe.strategy.processes import ProcessesStrategy
 from lightning_gpipe.strategy.run import Run
 
@@ -74,6 +75,8 @@ class SavingStrategy(ProcessesStrategy):
             if not self._has_saved:
                 saving.warn_of_loss(filepath)
             return
+        if self._outlives_fit:
+            saving.refuse_without_optimizers(checkpoint, filepath, self._start_method)
         how = saving.record(self.chunks, self.stages, self.replicas, self.partition)
         checkpoint[saving.RECORD] = how
         if self._settings.save_distributed_checkpoint:
@@ -179,6 +182,21 @@ class SavingStrategy(ProcessesStrategy):
     def holds_parts(self) -> bool:
         """Whether each rank holds a part of the module between two runs, and none all of it."""
         return self._run is None and self._parts is not None
+
+    @property
+    def _can_gather(self) -> bool:
+        """Whether the processes that hold parts of what is saved can be waited for."""
+        return not (self._layout.is_spread and self.is_interrupted) or self._outlives_fit
+
+    @property
+    def _outlives_fit(self) -> bool:
+        """Whether this process has the weights of a fit that ran in others, which are gone."""
+        launcher = self.launcher
+        return (
+            isinstance(launcher, MultiProcessingLauncher)
+            and launcher.has_fit
+            and self._world is None
+        )
 
     @property
     def _held(self) -> HeldParts | None:
