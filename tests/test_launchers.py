@@ -195,3 +195,21 @@ def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("what", "argument"),
+    [
+        ("types", "64-true"),
+        ("types", "bf16-true"),
+        ("saving", "."),
+        ("tuning", "."),
+        ("predicting", "."),
+    ],
+)
+def test_the_process_that_has_forked_others(what: str, argument: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.forked", what]
+    code, screen = scripts.run(
+        [*command, str(tmp_path) if argument == "." else argument], 90, cwd=ROOT, env=environment()
+    )
+    assert code == 0, screen

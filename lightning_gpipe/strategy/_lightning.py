@@ -40,6 +40,11 @@ def logged_step(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def is_of_tuner(callback: object) -> bool:
+    """Whether a callback is a Tuner's, which ends the run when it has found what it looks for."""
+    return bool(getattr(callback, "_early_exit", False))
+
+
 all_gather = _all_gather_ddp_if_available
 reduce = _sync_ddp_if_available
 distributed_is_initialized = _distributed_is_initialized
@@ -65,6 +70,7 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "init_distributed",
+    "is_of_tuner",
     "logged_step",
     "reduce",
     "seen_indices",

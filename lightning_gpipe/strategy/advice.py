@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_gpipe.strategy import _lightning
 
 _READS_WORLD_SIZE = pl.Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
 
@@ -79,4 +84,42 @@ def refuse_fork_of_autograd() -> None:
             "start_method='fork' copies this process, which has computed gradients, or planned a"
             " run, beside a GPU: PyTorch can compute none in a copy of it. Restart the notebook's"
             " kernel, and let this Trainer be the first that computes."
+        )
+
+
+def refuse_tuner(trainer: pl.Trainer, start_method: str) -> None:
+    """Say that a Tuner would find nothing in this process.
+
+    Raises:
+        ValueError: If a Tuner has started the run. The Trainer is left without its callback.
+    """
+    callbacks = vars(trainer)["callbacks"]
+    own = [each for each in callbacks if not _lightning.is_of_tuner(each)]
+    if len(own) == len(callbacks):
+        return
+    vars(trainer)["callbacks"] = own
+    raise ValueError(
+        f"With start_method={start_method!r} a Tuner runs in processes that end with what they have"
+        " found, and this one would hear nothing of it. Give the Trainer"
+        " callbacks=[LearningRateFinder()] or [BatchSizeFinder()], which search at the start of"
+        " fit, within the run; or let a script search, with start_method='popen'."
+    )
+
+
+def warn_of_no_predictions(
+    predict: Callable[..., Any], arguments: tuple[Any, ...], start_method: str
+) -> None:
+    """Say that predictions don't come back, unless they aren't asked for.
+
+    Args:
+        predict: What the processes will run for ``Trainer.predict``.
+        arguments: Its arguments.
+        start_method: How they start.
+    """
+    given = signature(predict).bind(*arguments).arguments
+    if given.get("return_predictions") is None:
+        rank_zero_warn(
+            f"predict returns None with start_method={start_method!r}: the predictions stay in the"
+            " processes that make them. Write them to files with a BasePredictionWriter in"
+            " Trainer(callbacks=...), and give predict return_predictions=False."
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
@@ -87,6 +88,11 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        trainer = kwargs.get("trainer")
+        if trainer is not None:
+            advice.refuse_tuner(trainer, self._start_method)
+            if trainer.state.fn == TrainerFn.PREDICTING:
+                advice.warn_of_no_predictions(function, args, self._start_method)
         if self._start_method == "fork":
             advice.refuse_fork_of_autograd()
             leave_before_fork()

@@ -1,0 +1,106 @@
+"""What the process that has started others for a run has of it afterwards."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+
+from lightning_gpipe import GPipeStrategy
+from tests.models import Around
+from tests.training import trainer
+
+METRICS = 400  # more than a pipe between processes takes
+
+
+class Tied(Around):
+    """In single precision, with a weight in two places and a buffer that isn't saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+        self.again = self.after
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({f"metric {i}": float(i) for i in range(METRICS)})
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += 1 / 3
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self(batch[0])
+
+
+def forking(**options: Any) -> Any:
+    strategy = GPipeStrategy(3, start_method="fork")
+    return trainer(devices=2, strategy=strategy, max_epochs=2, **options)
+
+
+def types(precision: str) -> None:
+    """Types and values are those of a plain Trainer, in the same tensors."""
+    runs = []
+    for run in (
+        trainer(devices=1, max_epochs=2, precision=precision),
+        forking(precision=precision),
+    ):
+        torch.manual_seed(5)
+        module = Tied()
+        before = [*map(id, module.parameters())]
+        run.fit(module)
+        assert [*map(id, module.parameters())] == before
+        assert module.again.weight is module.after.weight
+        tensors = {**module.state_dict(), "seen": module.seen}
+        progress = run.global_step, run.current_epoch, len(run.callback_metrics)
+        runs.append((tensors, progress, module.dtype))
+    near = 1e-2 if precision == "bf16-true" else 1e-10
+    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=0, atol=near)
+    assert runs[1][1:] == runs[0][1:]
+    assert runs[1][1][0] > 0
+
+
+def saving(folder: str) -> None:
+    """A checkpoint without the optimizers' state is refused, one of the weights is written."""
+    module, run = Around(), forking()
+    run.fit(module)
+    full, weights = Path(folder, "full.ckpt"), Path(folder, "weights.ckpt")
+    with pytest.raises(RuntimeError, match=r"optimizers' state.*weights_only=True"):
+        run.save_checkpoint(full)
+    assert not full.exists()
+    with pytest.raises(NotImplementedError, match="new Trainer"):
+        run.fit(module)
+    run.save_checkpoint(weights, weights_only=True)
+    saved = torch.load(weights, weights_only=True)
+    assert saved["global_step"] == run.global_step > 0
+    torch.testing.assert_close(saved["state_dict"], module.state_dict(), rtol=0, atol=0)
+
+
+def tuning(_: str) -> None:
+    """A Tuner is refused before processes start, and the Trainer can train after that."""
+    module, run = Around(), forking()
+    with pytest.raises(ValueError, match=r"LearningRateFinder\(\)"):
+        Tuner(run).lr_find(module)
+    run.fit(module)
+    assert run.global_step > 0
+
+
+def predicting(_: str) -> None:
+    """It is said that nothing comes back; a second run's error is its own."""
+    module, run = Tied().double(), forking()
+    with pytest.warns(UserWarning, match="predict returns None"):
+        assert run.predict(module, module.train_dataloader()) is None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="predict returns None")
+        run.predict(module, module.train_dataloader(), return_predictions=False)
+    with pytest.raises(Exception, match="No `test_step") as caught:
+        run.test(module, module.train_dataloader())
+    assert "can only test a child process" not in str(caught.value)
+
+
+if __name__ == "__main__":
+    {each.__name__: each for each in (types, saving, tuning, predicting)}[sys.argv[1]](sys.argv[2])
