@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.plan.plans import Plan
+from tests.expected_memory import Watch
+from tests.ranks import run_ranks
 from tests.training import train
 
 SAMPLES, WIDTH, CLASSES = 16, 8, 500
@@ -108,11 +110,19 @@ class Manual(Watched):
         raise AssertionError(f"ran on {loss}")
 
 
-def plan(module: L.LightningModule, step: Any = "mini-batch", stages: int = 2) -> Plan:
+def plan(
+    module: L.LightningModule, step: Any = "mini-batch", stages: int = 2, devices: int = 2
+) -> Plan:
     batch = next(iter(module.train_dataloader()))
     (found,) = (
         GPipeStrategy(4, step=step)
-        .plan(module, batch, devices=2, stages=[stages], virtual_stages=[1], checkpoint=["always"])
+        .plan(
+            *(module, batch),
+            devices=devices,
+            stages=[stages],
+            virtual_stages=[1],
+            checkpoint=["always"],
+        )
         .all
     )
     return found
@@ -140,6 +150,40 @@ def test_a_weight_that_the_step_uses_on_both_sides_is_held_there() -> None:
     weight, bias = module.embedding.weight.nbytes, module.embedding.bias.nbytes
     found_weights = [stage.memory.weights for stage in found.stages]
     assert found_weights == [held[0] + weight + bias, held[1] + weight]
+
+
+class Spare(Watched):
+    """Holds a layer and a table that no step uses, and shares a weight with the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, 100)
+        self.register_buffer("table", torch.ones(1000))
+        self.register_buffer("scale", torch.ones(4))
+        # whose backwards use weights that stand before the call
+        self.between, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.between.weight = self.backbone[3].weight
+
+    def step(self, batch: Any) -> Tensor:
+        hidden = self.between(self.norm(self.embedding(batch[0] * self.scale)))
+        return self.head(self.backbone(hidden)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def kept_in_run(step: Any) -> tuple[int, int]:
+    watch, strategy = Watch(), GPipeStrategy(4, stages=3, step=step)
+    train(Spare(), max_epochs=1, devices=3, strategy=strategy, callbacks=[watch])
+    return watch.kept
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_what_no_step_uses_is_held_everywhere(step: Any) -> None:
+    """As buffers and weights that layers have, too, are; the rest where it is needed."""
+    found = [s.memory for s in plan(Spare(), step, stages=3, devices=3).stages]
+    planned = [(m.weights + m.gradients, m.optimizer) for m in found]
+    assert planned == run_ranks(kept_in_run, 3, step)
 
 
 @pytest.mark.parametrize("kind", [ReadsLoss, CallsTwice, AsksTrainer, Manual])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +49,7 @@ class HeldTensor:
         gradient: Bytes of its gradient.
         optimizer: Bytes of the optimizers' state; None: not known.
         copy: Bytes of the copy that a call of the backbone takes of a buffer, for the recomputes.
+        is_buffer: Whether it is a buffer.
     """
 
     key: int
@@ -56,6 +57,11 @@ class HeldTensor:
     gradient: int = 0
     optimizer: int | None = 0
     copy: int = 0
+    is_buffer: bool = False
+
+    def unused(self) -> HeldTensor:
+        """The same, where no step uses it: it gets no gradient, and optimizers pass over it."""
+        return replace(self, gradient=0, optimizer=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,8 @@ def held_tensors(
         for buffer in module._buffers.values():
             if buffer is not None:
                 copied = buffer.nbytes * (not isinstance(module, _NormBase))
-                found.setdefault(id(buffer), HeldTensor(id(buffer), buffer.nbytes, copy=copied))
+                held = HeldTensor(id(buffer), buffer.nbytes, copy=copied, is_buffer=True)
+                found.setdefault(id(buffer), held)
     return tuple(found.values())
 
 

@@ -68,8 +68,9 @@ class ModelMemory:
     Args:
         layers: What each layer of the backbone holds.
         outside: Parameters and buffers outside the backbone.
-        ends: Those of them that the first and the last stage hold with ``step="micro-batch"``;
-            None: it isn't known before the first step, and they aren't counted.
+        ends: Those of them that the first and the last stage need with ``step="micro-batch"``;
+            None: it isn't known before the first step, and nothing outside is counted.
+        everywhere: Those that all stages hold then, whoever needs them.
         step: What a mini-batch of the user's step holds outside the backbone; None: not known.
         part: The largest micro-batch's share of the mini-batch, 0 to 1.
     """
@@ -77,6 +78,7 @@ class ModelMemory:
     layers: tuple[LayerMemory, ...]
     outside: tuple[HeldTensor, ...]
     ends: Ends | None = None
+    everywhere: tuple[HeldTensor, ...] = ()
     step: StepMemory | None = None
     part: float = 1.0
 
@@ -121,12 +123,23 @@ class ModelMemory:
         return cls(layers_held, held, part=part)
 
     def with_step(self, seen: SeenStep | None) -> ModelMemory:
-        """The same, with what was seen of the user's step; None: nothing."""
-        if seen is None:
-            return self
-        first = tuple(tensor for tensor in self.outside if tensor.key in seen.before)
-        last = tuple(tensor for tensor in self.outside if tensor.key in seen.behind)
-        return replace(self, ends=(first, last), step=seen.memory)
+        """The same, with what was seen of the user's step.
+
+        Args:
+            seen: None: nothing, so that both ends are thought to need all that is outside.
+        """
+        inside = {tensor.key for layer in self.layers for tensor in layer.tensors}
+        outside = first = last = self.outside
+        needed = frozenset(tensor.key for tensor in outside)
+        if seen is not None:
+            needed = seen.before | seen.behind | inside
+            outside = tuple(t if t.key in needed else t.unused() for t in outside)
+            first = tuple(t for t in outside if t.key in seen.before)
+            last = tuple(t for t in outside if t.key in seen.behind)
+        # which a run leaves everywhere: buffers, weights that layers have, too, what isn't used
+        stay = tuple(t for t in outside if t.is_buffer or t.key in inside or t.key not in needed)
+        step = None if seen is None else seen.memory
+        return replace(self, outside=outside, ends=(first, last), everywhere=stay, step=step)
 
     def of_stages(
         self,
@@ -150,11 +163,12 @@ class ModelMemory:
         is_chained = is_first or partition.count == 1
         schedule = schedules.make(micro_batches, is_chained=is_chained)
         is_whole_batch = settings.step == "mini-batch"
-        outside = dict.fromkeys(range(partition.count), self.outside if is_whole_batch else ())
+        common = self.outside if is_whole_batch else self.everywhere
+        outside = dict.fromkeys(range(partition.count), common)
         if not is_whole_batch and self.ends is not None:
             first, last = self.ends
-            outside[0] = first
-            outside[partition.count - 1] = last if partition.count > 1 else self.outside
+            outside[0] = (*first, *common)
+            outside[partition.count - 1] = (*last, *common) if partition.count > 1 else self.outside
         step = self.step
         if step is not None and not is_whole_batch:
             step = step.share(self.part)

@@ -289,8 +289,7 @@ class Planner:
                 *(self.module, self._body, self.layers, self.run_layer, self.sample, chunks),
                 *(self.optimizers, self.device, self.is_detached),
             )
-            unknown = replace(found, ends=(found.outside, found.outside))
-            self._memories[key] = unknown.with_step(self.seen)
+            self._memories[key] = found.with_step(self.seen)
         return self._memories[key]
 
     def _costs_of(self, partition: Partition, chunks: int, count: int) -> Costs:

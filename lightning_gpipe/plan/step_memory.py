@@ -61,7 +61,7 @@ class SeenStep:
 
     Args:
         before: The parameters and buffers, by ``id``, that it uses before it calls the backbone.
-        behind: Those that it may use behind the call.
+        behind: Those that it may use behind the call. What is in neither it doesn't use.
         memory: What it holds outside the backbone, a mini-batch of it; None: not known.
     """
 

@@ -99,14 +99,15 @@ def _reached(
 ) -> tuple[Reached, SeenStep] | None:
     """Run a step on tensors without values; None: it doesn't call the backbone.
 
-    Where it can't run to its end, what was used before the call may be used once more if it stands
-    in two places, as an embedding's weight that is the head's, too.
+    Where it can't run to its end, what wasn't used before the call may be used behind it, and what
+    was, once more, if it stands in two places, as an embedding's weight that is the head's, too.
     """
     body, redirections = module.get_submodule(backbone), Redirections(is_alone=False)
     place, watch = Pretended(device), StepWatch()
     reached: list[Reached] = []
     used: set[int] = set()
     memory: StepMemory | None = None
+    behind: set[int] | None = None
 
     def call(input: Any, run: RunLayer = run_layer) -> Any:
         found = Reached(input, ForwardContext.current((), device, run))
@@ -132,7 +133,8 @@ def _reached(
         redirections.take_over(body)
         redirections.add(body, call)
         keys = {id(fake): key for key, fake in _pretend(module, kept, place).items()}
-        uses = _Uses(keys)
+        # a part may keep the module's own tensors in a list, as an LSTM does
+        uses = _Uses(keys | {key: key for key in keys.values()})
         for name in ("log", "log_dict", "print"):  # there is no trainer that would
             module.__dict__[name] = _nothing
         for part, _ in kept:
@@ -142,7 +144,8 @@ def _reached(
         try:
             with torch.enable_grad(), redirect_stdout(StringIO()), place.mode, watch, uses:
                 loss = _loss_of(_step(module, given, is_example))
-                if reached and loss is not None:
+                if reached and loss is not None:  # it has come to its end
+                    behind = set(uses.seen)  # a backward uses what stands before the call, too
                     memory = watch.finish(loss, module.parameters())
         except Reached:
             pass
@@ -151,12 +154,11 @@ def _reached(
                 raise
         if not reached:
             return None
-        held = (id(tensor) for part, _ in kept for tensor in _tensors_of(part))
-        places = Counter(keys[fake] for fake in held if fake in keys)
-        again = {key for key, count in places.items() if count > 1}
-        if memory is not None:  # the step has shown what it uses behind the call
-            again = uses.seen
-        behind = again | (places.keys() - used)
+        if behind is None:
+            held = (id(tensor) for part, _ in kept for tensor in _tensors_of(part))
+            places = Counter(keys[fake] for fake in held if fake in keys)
+            again = {key for key, count in places.items() if count > 1}
+            behind = again | (places.keys() - used)
         return reached[0], SeenStep(frozenset(used), frozenset(behind), memory)
     finally:
         redirections.end()
