@@ -83,8 +83,12 @@ def configured(
             " no class of the model or of the data, do it: --model package.module:Class, --data …."
             " For a command line with arguments of its own give package.module:function."
         ) from error
-    cli.model.trainer = cli.trainer  # which configure_optimizers may ask
-    strategy = cast(GPipeStrategy, cli.trainer.strategy)
+    trainer: Any = cli.trainer
+    cli.model.trainer = trainer  # which configure_optimizers and hooks of batches may ask
+    trainer.training = True
+    if cli.datamodule is not None:
+        trainer.datamodule, cli.datamodule.trainer = cli.datamodule, trainer
+    strategy = cast(GPipeStrategy, trainer.strategy)
     return Configured(cli.model, cli.datamodule, strategy, cli.devices)
 
 

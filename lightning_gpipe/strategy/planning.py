@@ -64,9 +64,9 @@ class PlanningStrategy(SavingStrategy):
 
         Args:
             module: The module.
-            batch: What ``training_step`` is given by one replica's data loader: tensors of any
-                device, the meta device too. ``None``: its ``example_input_array``, with which
-                ``forward`` is called.
+            batch: What one replica's data loader gives, before the module's hooks change it, such
+                as ``on_after_batch_transfer``: tensors of any device, the meta device too.
+                ``None``: its ``example_input_array``, with which ``forward`` is called.
             input: What the backbone is called with, in place of a batch.
             devices: Their number, for stages and replicas.
             memory: Of a device, as ``"16GB"``; ``None``: the strategy's ``memory_limit``.

@@ -27,6 +27,7 @@ from lightning_gpipe.model.redirect import Redirections
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.pipeline.probe import Reached
 from lightning_gpipe.plan.step_memory import SeenStep, StepMemory, StepWatch, output_of
+from lightning_gpipe.strategy.transfer_hooks import HookFailed, transferred
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
 _GIVE_INPUT = "give what the backbone is called with: plan(module, input=...)"
@@ -59,11 +60,13 @@ def call_of(
     Args:
         module: The module.
         backbone: Dotted name of its backbone.
-        batch: What the step is given; None: the module's example is given to its forward.
+        batch: What the data loader gives; the step gets what the hooks of its transfer make of it.
+            None: the module's example is given to its forward.
         device: For which device tensors pass.
 
     Raises:
-        ValueError: If the step needs values, or doesn't call the backbone, with what to do.
+        ValueError: If the step or a hook needs values, or the step doesn't call the backbone, with
+            what to do.
     """
     is_example = batch is None
     if is_example:
@@ -74,6 +77,8 @@ def call_of(
         )
     try:
         found = _reached(module, backbone, batch, is_example, device)
+    except HookFailed:
+        raise
     except Exception as error:
         raise ValueError(
             f"The step of {type(module).__name__} can't run up to the backbone '{backbone}' without"
@@ -142,11 +147,15 @@ def _reached(
                 part.__dict__.update(update=_nothing, forward=_no_value, compute=_no_value)
         given = tree_map(lambda leaf: _own_alike(leaf, place), batch)
         try:
-            with torch.enable_grad(), redirect_stdout(StringIO()), place.mode, watch, uses:
-                loss = _loss_of(_step(module, given, is_example))
-                if reached and loss is not None:  # it has come to its end
-                    behind = set(uses.seen)  # a backward uses what stands before the call, too
-                    memory = watch.finish(loss, module.parameters())
+            with torch.enable_grad(), redirect_stdout(StringIO()), place.mode:
+                if not is_example:  # what hooks use and hold isn't the step's
+                    with _Uses({}):
+                        given = transferred(module, given, device)
+                with watch, uses:
+                    loss = _loss_of(_step(module, given, is_example))
+                    if reached and loss is not None:  # it has come to its end
+                        behind = set(uses.seen)  # a backward uses what stands before the call, too
+                        memory = watch.finish(loss, module.parameters())
         except Reached:
             pass
         except Exception:
