@@ -110,6 +110,35 @@ class Manual(Watched):
         raise AssertionError(f"ran on {loss}")
 
 
+class Adversarial(Manual):
+    """Steps one optimizer before it calls the backbone, and toggles both as users do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+        with self.toggled_optimizer(first), first.toggle_model():
+            assert first.param_groups[0]["lr"] == 0.5
+            first.zero_grad()
+            self.manual_backward(self.head.weight.square().mean())
+            self.clip_gradients(first, 1.0)
+            first.step()
+        self.lr_schedulers()[0].step()
+        self.toggle_optimizer(second)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.backbone.parameters(), *self.embedding.parameters()]
+        sgd = torch.optim.SGD(self.head.parameters(), lr=0.5, momentum=0.9)
+        return [sgd, torch.optim.Adam(rest)]
+
+
+class AsksOptimizer(Manual):
+    """Asks for the only optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
 def plan(
     module: L.LightningModule, step: Any = "mini-batch", stages: int = 2, devices: int = 2
 ) -> Plan:
@@ -186,12 +215,24 @@ def test_what_no_step_uses_is_held_everywhere(step: Any) -> None:
     assert planned == run_ranks(kept_in_run, 3, step)
 
 
-@pytest.mark.parametrize("kind", [ReadsLoss, CallsTwice, AsksTrainer, Manual])
+@pytest.mark.parametrize(
+    "kind", [ReadsLoss, CallsTwice, AsksTrainer, Manual, Adversarial, AsksOptimizer]
+)
 def test_a_step_that_needs_more_is_planned_without(kind: type[Watched]) -> None:
     found = plan(kind())
     assert not found.counts_step
     assert UNKNOWN in str(found)
     assert max(stage.memory.of_micro_batches for stage in found.stages) < SAMPLES * CLASSES * 4
+
+
+def test_optimizers_of_a_planned_step_step_nothing() -> None:
+    module = Adversarial()
+    before = [p.clone() for p in module.parameters()]
+    module.head.weight.grad = gradient = torch.ones_like(module.head.weight)
+    plan(module)
+    assert all(map(torch.equal, module.parameters(), before))
+    assert module.head.weight.grad is gradient
+    assert "optimizers" not in vars(module)
 
 
 def facts(module: Watched) -> Any:

@@ -145,16 +145,16 @@ def _planner(
     name = find_backbone(module, name, known_flops(module) if name is None else None)
     layers = tuple(layers_of(module.get_submodule(name)))
     is_detached = settings.step == "micro-batch"
-    call = BackboneCall(input, run_layer, context=None, seen=None)
-    if input is None:
-        call = call_of(module, name, batch, device)
-    sample = call.input
-    if is_detached:
-        sample = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, sample)
     if optimizers is None:
         optimizers = _optimizers_of(module)
     else:
         _check_parameters(optimizers, module)
+    call = BackboneCall(input, run_layer, context=None, seen=None)
+    if input is None:
+        call = call_of(module, name, batch, device, optimizers)
+    sample = call.input
+    if is_detached:
+        sample = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, sample)
     return Planner(
         *(module, name, layers, call.run_layer, sample, optimizers, device, warn, is_detached),
         *(call.seen, flops),

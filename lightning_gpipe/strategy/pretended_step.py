@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric, MetricCollection
@@ -27,6 +28,7 @@ from lightning_gpipe.model.redirect import Redirections
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.pipeline.probe import Reached
 from lightning_gpipe.plan.step_memory import SeenStep, StepMemory, StepWatch, output_of
+from lightning_gpipe.strategy.stand_ins import nothing, stand_ins
 from lightning_gpipe.strategy.transfer_hooks import HookFailed, transferred
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
@@ -51,7 +53,11 @@ class BackboneCall:
 
 
 def call_of(
-    module: pl.LightningModule, backbone: str, batch: Any, device: torch.device
+    module: pl.LightningModule,
+    backbone: str,
+    batch: Any,
+    device: torch.device,
+    optimizers: Sequence[Optimizer] | None = None,
 ) -> BackboneCall:
     """Run a step on tensors without values; the module stays as it is.
 
@@ -63,6 +69,7 @@ def call_of(
         batch: What the data loader gives; the step gets what the hooks of its transfer make of it.
             None: the module's example is given to its forward.
         device: For which device tensors pass.
+        optimizers: The module's, for which others stand; None: not known.
 
     Raises:
         ValueError: If the step or a hook needs values, or the step doesn't call the backbone, with
@@ -76,7 +83,7 @@ def call_of(
             f"{type(module).__name__} has no example_input_array: give a batch, or {_GIVE_INPUT}."
         )
     try:
-        found = _reached(module, backbone, batch, is_example, device)
+        found = _reached(module, backbone, batch, is_example, device, optimizers)
     except HookFailed:
         raise
     except Exception as error:
@@ -101,6 +108,7 @@ def _reached(
     batch: Any,
     is_example: bool,
     device: torch.device,
+    optimizers: Sequence[Optimizer] | None,
 ) -> tuple[Reached, SeenStep] | None:
     """Run a step on tensors without values; None: it doesn't call the backbone.
 
@@ -140,11 +148,10 @@ def _reached(
         keys = {id(fake): key for key, fake in _pretend(module, kept, place).items()}
         # a part may keep the module's own tensors in a list, as an LSTM does
         uses = _Uses(keys | {key: key for key in keys.values()})
-        for name in ("log", "log_dict", "print"):  # there is no trainer that would
-            module.__dict__[name] = _nothing
+        module.__dict__.update(stand_ins(optimizers))
         for part, _ in kept:
             if isinstance(part, Metric | MetricCollection):  # they check values
-                part.__dict__.update(update=_nothing, forward=_no_value, compute=_no_value)
+                part.__dict__.update(update=nothing, forward=_no_value, compute=_no_value)
         given = tree_map(lambda leaf: _own_alike(leaf, place), batch)
         try:
             with torch.enable_grad(), redirect_stdout(StringIO()), place.mode:
@@ -173,9 +180,6 @@ def _reached(
         redirections.end()
         for part, attributes in kept:
             attributes.restore(part)
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _no_value(*_: Any, **__: Any) -> Tensor:
