@@ -150,7 +150,7 @@ def fitted_in_runs() -> list[tuple[Any, Any, int]]:
 FITTED: list[dict[str, Any]] = [
     {"chunks": 8, "checkpoint": "auto", "memory_limit": "1GB"},
     {"chunks": 8, "checkpoint": "auto", "memory_limit": "700kB"},
-    {"chunks": "auto", "checkpoint": "always", "memory_limit": "480kB"},
+    {"chunks": "auto", "checkpoint": "always", "memory_limit": "445kB"},
 ]
 
 

@@ -350,10 +350,10 @@ def test_a_giant_model_is_planned_in_seconds() -> None:
         module, batch = Giant(), torch.empty(32, 1024, dtype=torch.long)
     assert round(sum(p.numel() for p in module.parameters()) / 1e8) == 839
     plans = GPipeStrategy().plan(
-        module.to(torch.bfloat16), batch, devices=128, memory="16GB", device="cpu"
+        module.to(torch.bfloat16), batch, devices=128, memory="15GB", device="cpu"
     )
     assert time.perf_counter() - begin < 30
     assert plans.best is None
-    assert "It does not fit: stage 0 holds more than 16.0 GB" in str(plans.all[0])
+    assert "It does not fit: stage 0 holds more than 15.0 GB" in str(plans.all[0])
     assert plans.all[0].depth is not None
     assert 40 < (plans.all[0].depth.most or 0) < 80
