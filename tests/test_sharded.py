@@ -748,6 +748,9 @@ class Interrupts(Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+MANY = 1000  # steps, more than there are until every rank has heard of an interrupt
+
+
 def interrupt(path: Path) -> None:
     write_data = filesystem.FileSystemWriter.write_data
 
@@ -758,7 +761,7 @@ def interrupt(path: Path) -> None:
     filesystem.FileSystemWriter.write_data = slow  # type: ignore[method-assign]
     trainer(
         devices=2,
-        max_steps=8,
+        max_steps=MANY,
         strategy=strategy(2),
         plugins=[AsyncCheckpointIO()],
         callbacks=[OnExceptionCheckpoint(path, "saved"), Interrupts()],
@@ -771,7 +774,8 @@ def test_ctrl_c_waits_for_what_is_saved(tmp_path: Path) -> None:
         process.join(60)
         assert process.exitcode not in (0, None)
     (only,) = (tmp_path / "run").iterdir()
-    assert Folder(only).checkpoint()["global_step"] == 2
+    # the other rank hears of it in time, not at once
+    assert 2 <= Folder(only).checkpoint()["global_step"] < MANY
 
 
 class Alone(Rich):
