@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -424,3 +425,25 @@ def test_what_is_saved_after_a_run_has_the_optimizers_own_types(tmp_path: Path) 
     )
     assert plain[0]["mu_product"].dtype == torch.float32
     torch.testing.assert_close(two, plain, rtol=1e-10, atol=1e-10)
+
+
+class Watches(models.Around):
+    """Looks after the backward whether what the loss has saved still lives."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = self(x)
+        self.output = weakref.ref(output)
+        return nn.functional.mse_loss(output, y)
+
+    def on_after_backward(self) -> None:
+        self.is_held = self.output() is not None
+
+
+def holds_the_loss_graph() -> bool:
+    module = Watches()
+    train(module, max_steps=1, devices=2, strategy=GPipeStrategy(2))
+    return module.is_held
+
+
+def test_no_stage_holds_the_losss_graph_in_its_backward() -> None:
+    assert run_ranks(holds_the_loss_graph, 2) == [False, False]
