@@ -17,7 +17,6 @@ version = release = lightning_gpipe.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "drawings"]
 exclude_patterns = ["_build", "benchmarks/intro.md"]
 
-myst_enable_extensions = ["deflist"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
 

@@ -36,6 +36,12 @@ class LiveBytes(TorchDispatchMode):
                     self._note(tensor)
         return result
 
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were there before, until they end."""
+        for tensor in tensors:
+            if self._key(tensor) not in self._known:
+                self._note(tensor)
+
     def peak(self, without: Iterable[Tensor] = ()) -> int:
         """The most bytes that lived at one time.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import zlib
 from collections.abc import Sequence
 from html import escape
 
-_HEAD = (
-    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
-    ' orient="auto"><path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>'
+_TIP = (
+    'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path'
+    ' class="tip" d="M0 0 8 4 0 8z"/></marker>'
 )
 _ROW, _GAP, _HIGH = 74, 26, 30
 _LETTER = 8.0
@@ -125,4 +126,7 @@ def sequence(lines: Sequence[str]) -> str:
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    return f"<svg {size}>{_HEAD}{''.join(parts)}</svg>"
+    body = "".join(parts)
+    tip = f"tip-{zlib.crc32(body.encode()):x}"  # a page may have several drawings
+    body = body.replace("#tip", f"#{tip}")
+    return f'<svg {size}><defs><marker id="{tip}" {_TIP}</defs>{body}</svg>'

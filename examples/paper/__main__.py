@@ -78,7 +78,7 @@ def document(kept: dict[str, Any], folder: Path) -> str:
     figures = {
         "surroundings": f"{kept['date']}; {kept['hardware']}; {kept['versions']}.",
         "chunks": CHUNKS,
-        "forward": timed.FORWARD_S,
+        "forward": ", ".join(f"{s:g} s at M={m}" for m, s in timed.FORWARD_S.items()),
         "slow_gbs": f"{speed.SLOW / 1e9:.0f}",
         "rate": speed.RATE / 1e12,
         "points": len(points),

@@ -292,7 +292,7 @@ class _Walk:
             if is_fed:
                 sent = self._forwards.get(stage, {})
                 held += _under_way(part.output.nbytes, [*sent.values()])
-            if is_fed and not (self.is_whole_batch and forwards):
+            if is_fed and not (self.is_whole_batch and kind == "F"):  # then only in the backward
                 held += _ahead(part.output.gradient, self._left[stage, "B"] - forwards)
         return held
 
