@@ -1,7 +1,6 @@
 """Table 1: how large models can be."""
 
 from collections.abc import Callable
-from functools import cache
 
 from torch import nn
 
@@ -15,9 +14,14 @@ PAPERS = {"AmoebaNet": published.AMOEBANETS, "Transformer": published.TRANSFORME
 STEP, WIDEST = 32, 1024  # D is a multiple of it
 
 
+def _layout(stages: int) -> tuple[int, int, str]:
+    """K, M and what is re-materialized; naive if K is 0."""
+    return (stages, CHUNKS, "always") if stages else (1, 1, "never")
+
+
 def stored(model: Model, stages: int, is_mixed: bool) -> Plan:
     """The plan of a model: of K stages, or naive if K is 0."""
-    k, chunks, mode = (stages, CHUNKS, "always") if stages else (1, 1, "never")
+    k, chunks, mode = _layout(stages)
     return plans(model, [k], chunks, mode, is_mixed=is_mixed)[k]
 
 
@@ -57,32 +61,22 @@ def of_paper(
 
 def deepest(stages: int, is_mixed: bool) -> int:
     """The largest L of a Transformer whose stages fit."""
-    k, chunks, mode = (stages, CHUNKS, "always") if stages else (1, 1, "never")
+    k, chunks, mode = _layout(stages)
     model, memory = Transformer(max(3, k)), LIMITS["Transformer"]
     plan = plans(model, [k], chunks, mode, memory, is_mixed)[k]
     return (plan.depth and plan.depth.most) or 0
 
 
-@cache
-def _size(cells: int, width: int) -> int:
-    return AmoebaNet(cells, width).size
-
-
-@cache
-def _amoebanets(cells: int, width: int, is_naive: bool, is_mixed: bool) -> dict[int, Plan]:
-    model, memory = AmoebaNet(cells, width), LIMITS["AmoebaNet"]
-    ks, chunks, mode = ([1], 1, "never") if is_naive else ([1, 2, 4, 8], CHUNKS, "always")
-    return plans(model, ks, chunks, mode, memory, is_mixed)
-
-
 def widest(cells: int, stages: int, is_mixed: bool) -> int:
     """The largest D of an AmoebaNet with so many cells whose stages fit; 0: none does."""
-    least, most = 0, WIDEST // STEP + 1
+    k, chunks, mode = _layout(stages)
+    memory, least, most = LIMITS["AmoebaNet"], 0, WIDEST // STEP + 1
     while most - least > 1:
         middle = (least + most) // 2
-        width, k = middle * STEP, stages or 1
-        can = 12 * _size(cells, width) <= k * LIMITS["AmoebaNet"]  # or there is nothing to plan
-        if can and _amoebanets(cells, width, not stages, is_mixed)[k].fits:
+        width = middle * STEP
+        model = AmoebaNet(cells, width)
+        can = 12 * model.size <= k * memory  # or there is nothing to plan
+        if can and plans(model, [k], chunks, mode, memory, is_mixed)[k].fits:
             least = middle
         else:
             most = middle
@@ -100,7 +94,7 @@ def largest(is_mixed: bool) -> dict[str, list[tuple[int, object, int]]]:
     amoebanets: list[tuple[int, object, int]] = []
     for stages, (cells, _), *_ in published.AMOEBANETS:
         width = widest(cells, stages, is_mixed)
-        amoebanets.append((stages, (cells, width), _size(cells, width)))
+        amoebanets.append((stages, (cells, width), AmoebaNet(cells, width).size))
     transformers: list[tuple[int, object, int]] = []
     for stages, *_ in published.TRANSFORMERS:
         depth = deepest(stages, is_mixed)
