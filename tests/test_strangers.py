@@ -30,6 +30,15 @@ class Hooked(models.Module):
         return super().loss(x, y) + self.kept.square().mean()
 
 
+class HookedFirst(Hooked):
+    """The hook is the first layer's, so not every stage has it."""
+
+    def build(self) -> None:
+        models.Module.build(self)
+        self.__dict__["kept"] = torch.zeros(())
+        self.backbone[0].register_forward_hook(self.keep)
+
+
 class Logged(Hooked):
     """Uses it without a graph; the loss doesn't depend on it."""
 
@@ -90,12 +99,14 @@ class Saliency(models.Around):
     val_dataloader = models.Module.train_dataloader
 
 
-def weights(kind: type[models.Module], state: Any) -> Any:
+def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> Any:
     module = kind("sgd")
     module.load_state_dict(state)
     devices = torch.distributed.get_world_size()
     options = {"inference_mode": False} if kind is Saliency else {}
-    return train(module, max_steps=3, devices=devices, strategy=GPipeStrategy(3), **options)
+    return train(
+        module, max_steps=3, devices=devices, strategy=GPipeStrategy(3, step=step), **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,6 +123,22 @@ def weights(kind: type[models.Module], state: Any) -> Any:
 def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem: str) -> None:
     with pytest.raises(RankError, match=problem):
         run_ranks(weights, stages, kind, kind("sgd").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "problem"),
+    [
+        (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
+        (Hooked, 2, r"a layer or a hook has kept.*Return it with the backbone's output"),
+        (HookedFirst, 2, "'add' takes values of another stage and what a layer or a hook has kept"),
+        (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
+    ],
+)
+def test_refused_in_steps_of_micro_batches(
+    kind: type[models.Module], stages: int, problem: str
+) -> None:
+    with pytest.raises(RankError, match=problem):
+        run_ranks(weights, stages, kind, kind("sgd").state_dict(), "micro-batch")
 
 
 @pytest.mark.parametrize(

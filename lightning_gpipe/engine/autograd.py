@@ -15,7 +15,8 @@ follows on it, no longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
 RunBackward: TypeAlias = Callable[[], list[Tensor | None]]
 CatchGradients: TypeAlias = Callable[[Sequence[Tensor | None]], None]
 
@@ -143,3 +145,31 @@ class Behind:
                     seen.add(following)
                     nodes.append(following)
         return behind
+
+
+class LayerForwards:
+    """When the layers ran in a step: what was made then is none of the user's graph."""
+
+    def __init__(self) -> None:
+        self._times: list[tuple[int, int]] = []
+
+    def clear(self) -> None:
+        """Forget the step before."""
+        self._times.clear()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Run layers inside this context."""
+        start = _sequence_number()
+        yield
+        self._times.append((start, _sequence_number()))
+
+    def problem(self, behind: Behind) -> str | None:
+        """What is wrong with a loss or the backbone's input that depends on what layers made."""
+        if any(start <= n < end for n in behind.nodes for start, end in self._times):
+            return (
+                "The loss, or the backbone's input, depends on a tensor that a layer or a hook has"
+                " kept while the backbone ran, which is one micro-batch's. Return it with the"
+                " backbone's output, shape [batch, ...], and let the step use that."
+            )
+        return None

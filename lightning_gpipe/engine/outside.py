@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.engine.autograd import Behind, ExitNode, no_values
+from lightning_gpipe.engine.autograd import Behind, ExitNode, LayerForwards, no_values
 from lightning_gpipe.engine.running import AFTER, BEFORE, Outcome, Running
 from lightning_gpipe.tensors.tree import Tree
 
@@ -27,6 +27,8 @@ class Outside:
         self._known, self._is_alone = parameters, is_alone
         #: The leaf on which the backbone's output depends here.
         self.root = torch.zeros((), device=device, requires_grad=True)
+        #: When the layers ran in this step.
+        self.forwards = LayerForwards()
         #: Parameters of which the gradients of both sides are kept apart, on a rank that has both.
         self.on_both_sides: Sequence[nn.Parameter] = ()
         #: Their gradients before the backbone.
@@ -59,7 +61,7 @@ class Outside:
         if m == 0:
             if (problem := no_values("The loss", [loss])) is not None:
                 raise RuntimeError(problem)
-            self._check_leaves(loss)
+            self._check_origins(loss)
         roots, seeds = [], []
         seed = running.weighting.seed(m)
         if seed:
@@ -113,9 +115,11 @@ class Outside:
             if gradient is not None:
                 p.grad = gradient if p.grad is None else gradient + p.grad
 
-    def _check_leaves(self, loss: Tensor) -> None:
-        known = self._known | {id(self.root)}
-        strangers = [leaf for leaf in Behind.of([loss]).leaves if id(leaf) not in known]
+    def _check_origins(self, loss: Tensor) -> None:
+        behind, known = Behind.of([loss]), self._known | {id(self.root)}
+        if (problem := self.forwards.problem(behind)) is not None:
+            raise RuntimeError(problem)
+        strangers = [leaf for leaf in behind.leaves if id(leaf) not in known]
         if not self._is_alone and strangers:
             raise RuntimeError(
                 f"A tensor of shape {tuple(strangers[0].shape)} requires a gradient and is no"

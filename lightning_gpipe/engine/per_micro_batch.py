@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.ends import Outlines
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
+from lightning_gpipe.engine.kept import KeptTensors
 from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.randomness import StepSeeds
@@ -64,6 +65,7 @@ class PerMicroBatch:
         holders: The stages that hold a parameter or buffer; None: every stage.
         parameters: The module's parameters by ``id``.
         batch_norm: Batch norm outside the backbone.
+        modules: All parts of the user's module.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class PerMicroBatch:
         holders: Callable[[Tensor], Where | None],
         parameters: frozenset[int],
         batch_norm: DeferredBatchNorm,
+        modules: Sequence[nn.Module],
     ) -> None:
         groups = rank.groups
         self._rank, self._groups, self._schedule = rank, groups, schedule
@@ -83,7 +86,7 @@ class PerMicroBatch:
         self.outside = Outside(groups.device, parameters, groups.stages == 1)
         is_told = not groups.is_last or groups.replica > 0
         self._reductions = Reductions(self.outside.root, is_told)
-        self._batch_norm = batch_norm
+        self._batch_norm, self._modules = batch_norm, modules
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
         self._plans: dict[tuple[int, bool, bool], Plan] = {}
@@ -135,6 +138,7 @@ class PerMicroBatch:
         weighting = Weighting(sizes, scale)
         running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
+        self.outside.forwards.clear()
         self._rank.executor.watch.section += 1
         self._rank.links.allow(plan.leads)
         self._batch_norm.begin(sizes)
@@ -176,7 +180,8 @@ class PerMicroBatch:
         call = self._calls[running.kind]
         if call is None:
             raise RuntimeError("The backbone's call isn't known.")
-        with call.context.restored(), torch.set_grad_enabled(call.trains):
+        noted = self.outside.forwards.noted()
+        with call.context.restored(), torch.set_grad_enabled(call.trains), noted:
             self._rank.executor.do(action, self._begin(running, call.context))
 
     def _backward(self, running: Running, batch: MiniBatch, action: Action, last: Action) -> None:
@@ -254,9 +259,13 @@ class PerMicroBatch:
         batch = self._begin(running, context)
         if groups.is_first:
             running.source.give(m, given)
-        for stage in self._rank.stages if running.is_chained else [self._anchor]:
-            self._rank.executor.do(Action(stage, "F", m), batch)
         name = running.names[m]
+        kept = None if name in self._outlines else KeptTensors(self._modules)
+        with self.outside.forwards.noted():
+            for stage in self._rank.stages if running.is_chained else [self._anchor]:
+                self._rank.executor.do(Action(stage, "F", m), batch)
+        if kept is not None:
+            self.trace.keep(kept.new(given.tensors()))
         made = running.target.output(m) if groups.is_last else None
         if name not in self._outlines:
             found = self._outlines.of(made) if made is not None else None

@@ -7,8 +7,7 @@ loss reaches. It tells the others, and they differentiate a loss whose graph lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,12 +19,12 @@ from lightning_gpipe.engine.autograd import (
     CallNode,
     CatchGradients,
     ExitNode,
+    LayerForwards,
     RunBackward,
     SteerNode,
     no_values,
 )
 
-_sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
 _NO_GRADIENT = (
     "The loss wants no gradient: it depends neither on the backbone's output nor on any parameter"
     " that requires one. Was it detached, or computed under torch.no_grad()?"
@@ -42,7 +41,8 @@ class Steering:
 
     def __init__(self, groups: Groups, parameters: frozenset[int]) -> None:
         self._groups = groups
-        self._forwards: list[tuple[int, int]] = []
+        #: When the layers ran in this step.
+        self.forwards = LayerForwards()
         self._tokens: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._announced: deque[int] = deque()
         self._is_first = True
@@ -56,14 +56,7 @@ class Steering:
 
     def begin_step(self) -> None:
         """Forget the forwards of the step before."""
-        self._forwards.clear()
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run the layers inside this context, whose graph is none of the user's."""
-        start = _sequence_number()
-        yield
-        self._forwards.append((start, _sequence_number()))
+        self.forwards.clear()
 
     def join(
         self,
@@ -142,12 +135,8 @@ class Steering:
 
     def _problem(self, behind: Behind) -> str | None:
         """What is wrong with what a loss or the backbone's input depends on."""
-        if any(start <= n < end for n in behind.nodes for start, end in self._forwards):
-            return (
-                "The loss, or the backbone's input, depends on a tensor that a layer or a hook has"
-                " kept while the backbone ran, which is one micro-batch's. Return it with the"
-                " backbone's output, shape [batch, ...], and let the step use that."
-            )
+        if (problem := self.forwards.problem(behind)) is not None:
+            return problem
         strangers = [leaf for leaf in behind.leaves if id(leaf) not in self._known_leaves]
         if self._groups.stages > 1 and strangers:
             return (

@@ -34,7 +34,9 @@ def tell(trace: StepTrace, groups: Groups) -> None:
             if mark != trace.mark:
                 raise RuntimeError(
                     f"The step called other functions on stage {groups.stage} than on stage"
-                    f" {source}: it must do the same on every rank, never under `if rank == 0`."
+                    f" {source}: it must do the same on every rank, so nothing under"
+                    " `if rank == 0`, and not use what layers or hooks keep of the forward: return"
+                    " that with the backbone's output."
                 )
             if source != groups.stage:
                 trace.tell(values)

@@ -50,6 +50,11 @@ _MOVE_STATISTICS = {"batch_norm", "instance_norm"}
 _OF = "_gpipe_of"
 _NOTHING: frozenset[int] = frozenset()
 _OUTLINES = 1000  # that are remembered
+_KEPT = (
+    "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
+    " which stage {stage} alone has. Return it with the backbone's output, shape [batch, ...], and"
+    " let the step use that."
+)
 
 
 @dataclass(slots=True)
@@ -102,6 +107,7 @@ class StepTrace(TorchFunctionMode):
         self._micro_batch = self._calls = self._mark = 0
         self._made: dict[Number, weakref.ref[Tensor]] = {}
         self._outlines = _Outlines()
+        self._kept: dict[int, Tensor] = {}  # by id
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
         self.is_suspended = False
@@ -151,6 +157,10 @@ class StepTrace(TorchFunctionMode):
         for i, tensor in enumerate(results):
             self._note(tensor, Origin(self._number(i), where))
 
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that only this stage has, and of which the others don't know."""
+        self._kept.update((id(tensor), tensor) for tensor in tensors)
+
     def remote(self, meta: Tensor, output: int, where: Where) -> RemoteTensor:
         """A tensor that :meth:`made` is about to number, on a stage that hasn't got it."""
         number = Number(self._micro_batch, self._calls + 1, output)
@@ -199,6 +209,7 @@ class StepTrace(TorchFunctionMode):
             if tensor is not None:
                 set_origin(tensor, None)
         self._made.clear()
+        self._kept.clear()
         self.sources.clear()
         self._mark = 0
 
@@ -215,12 +226,17 @@ class StepTrace(TorchFunctionMode):
         where = frozenset.intersection(*places) if places else None
         if where is not None and not where:
             raise NotHere(_apart(name, tensors, self._where))
+        is_kept = any(id(tensor) in self._kept for tensor in tensors)
         if where is None or self.stage in where:
             if _DRAWS.search(name):
                 self._seed(self._micro_batch, self._calls)
             if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
                 args, kwargs = tree_map(told, (args, kwargs))
             result = func(*args, **kwargs)
+            if is_kept:
+                self.keep(tensors_in(result))
+        elif is_kept:
+            raise NotHere(_KEPT.format(name=name, stage=self.stage))
         else:
             result = self._remotely(func, name, args, kwargs, tensors, where)
         if where is not None or self.uses is not None:

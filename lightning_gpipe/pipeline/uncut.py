@@ -247,10 +247,11 @@ class Uncut:
         if settings.step == "micro-batch":
             schedules = Schedules.unmeasured(settings, partition, groups.replicas)
             inside = {id(module) for module in self.body.modules()}
-            outside = [m for m in self.module.modules() if id(m) not in inside]
+            modules = [*self.module.modules()]
+            outside = [m for m in modules if id(m) not in inside]
             batch_norm = DeferredBatchNorm(outside, deferred, groups.siblings)
             steps = PerMicroBatch(
-                rank, schedules.make, self.seed, placement.holders, known, batch_norm
+                rank, schedules.make, self.seed, placement.holders, known, batch_norm, modules
             )
             begin_to_watch(steps, placement, groups)
             measuring = Measuring(rank, schedules, groups)
