@@ -47,6 +47,74 @@ class Cooling(Warming):
         return self.linear(x) * self.temperature.item()
 
 
+class Unnoticed(Cooling):
+    """Changes the tensor so that its version stays."""
+
+    def __init__(self) -> None:
+        super().__init__(in_place=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.temperature.data.mul_(0.9)
+        return self.linear(x) * self.temperature.item()
+
+
+class Seldom(Cooling):
+    """Changes the tensor in every second call: two micro-batches meet the same."""
+
+    def __init__(self) -> None:
+        super().__init__(in_place=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.temperature.mul_(0.9)
+        return self.linear(x) * self.temperature.item()
+
+
+class Reads(nn.Module):
+    """Reads the tensor that another layer changes."""
+
+    def __init__(self, temperature: Tensor) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(WIDTH, WIDTH), temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.temperature.item()
+
+
+class Sharing(nn.Sequential):
+    """A layer whose two parts share a tensor."""
+
+    def __init__(self) -> None:
+        first = Cooling(in_place=True)
+        super().__init__(first, Reads(first.temperature))
+
+
+class Calls(Warming):
+    """Calls a function once, the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin: Callable[[Tensor], Tensor] | None = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begin is not None:
+            self.begin(x)
+            self.begin = None
+        return super().forward(x)
+
+
+class Weighted(Warming):
+    """Has a weight of its own, that a parametrization changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.weight
+
+
 class FirstTime(Warming):
     """Does something else the first time, and keeps a large tensor from then on."""
 
@@ -66,6 +134,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "counter": Warming,
     "tensor, replaced": lambda: Cooling(in_place=False),
     "tensor, in place": lambda: Cooling(in_place=True),
+    "tensor, in place without a new version": Unnoticed,
+    "tensor, in place at times": Seldom,
+    "tensor of two modules": Sharing,
+    "function, once": Calls,
+    "parametrized": lambda: nn.utils.parametrizations.orthogonal(Weighted()),
     "first time": FirstTime,
 }
 
@@ -105,7 +178,7 @@ def test_attributes_that_layers_change_are_a_plain_modules(kind: str) -> None:
 def test_a_recompute_leaves_no_trace(kind: str) -> None:
     left = []
     for mode in ("never", "always"):
-        layer = layers_of(kind)[0]
+        layer: nn.Module = layers_of(kind)[0]
         pipeline = InProcess(nn.Sequential(layer), (1,), 4, mode)
         for step, value in enumerate(inputs()):
             pipeline.step(value, step)

@@ -39,6 +39,21 @@ class HookedFirst(Hooked):
         self.backbone[0].register_forward_hook(self.keep)
 
 
+class Adding(HookedFirst):
+    """The hook adds to what was there."""
+
+    def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.kept.add_(output.detach().square().mean())
+
+
+class Later(HookedFirst):
+    """The loss takes it from the second step on."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = models.Module.loss(self, x, y)
+        return loss + self.kept.square().mean() if self.global_step else loss
+
+
 class Logged(Hooked):
     """Uses it without a graph; the loss doesn't depend on it."""
 
@@ -130,7 +145,10 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
     [
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
         (Hooked, 2, r"a layer or a hook has kept.*Return it with the backbone's output"),
-        (HookedFirst, 2, "'add' takes values of another stage and what a layer or a hook has kept"),
+        *(
+            (kind, 2, "'add' takes values of another stage and what a layer or a hook has kept")
+            for kind in (HookedFirst, Adding, Later)
+        ),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
     ],
 )

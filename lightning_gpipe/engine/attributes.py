@@ -7,8 +7,9 @@ their places, and after it what was there before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -19,8 +20,22 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _FEW = 1 << 12
 _OF_MODULES = vars(nn.Module()).keys()
 
-#: The state of each module by name.
-States: TypeAlias = list[dict[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a module keeps at one time.
+
+    Args:
+        values: What can be put back, by name.
+        names: Of all attributes.
+    """
+
+    values: dict[str, Any]
+    names: frozenset[str]
+
+
+#: The state of each module.
+States: TypeAlias = list[_State]
 
 
 class LayerAttributes:
@@ -32,14 +47,15 @@ class LayerAttributes:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # PyTorch's own layers keep no such state
-        self._modules = [m for m in modules if not type(m).__module__.startswith("torch.nn.")]
-        self._copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+        self._modules = [module for module in modules if not is_torchs(module)]
 
     def met(self) -> States:
         """What layers keep now, in memory of its own."""
+        found = [vars(module) for module in self._modules]
+        values = _copied([_values(attributes) for attributes in found])
         return [
-            {name: self._copied((i, name), value) for name, value in _state(vars(module)).items()}
-            for i, module in enumerate(self._modules)
+            _State(own, frozenset(attributes))
+            for own, attributes in zip(values, found, strict=True)
         ]
 
     @contextmanager
@@ -47,32 +63,30 @@ class LayerAttributes:
         """Let layers have what a forward has met, inside this context.
 
         Args:
-            met: What :meth:`met` gave before it.
+            met: What :meth:`met` gave before it; it stays as it is.
         """
         places = [(vars(module), dict(vars(module))) for module in self._modules]
-        for (attributes, before), state in zip(places, met, strict=True):
-            _replace(attributes, _state(before).keys() | state.keys(), state)
+        copies = _copied([state.values for state in met])
+        for (attributes, before), state, copy in zip(places, met, copies, strict=True):
+            for name in _values(before).keys() - state.names:  # of later forwards
+                del attributes[name]
+            attributes.update(copy)
         try:
             yield
         finally:
-            for (attributes, before), state in zip(places, met, strict=True):
-                seen = _state(before).keys() | _state(attributes).keys() | state.keys()
-                _replace(attributes, seen, before)
-
-    def _copied(self, place: tuple[int, str], value: Any) -> Any:
-        """A value that nobody changes; a tensor that hasn't changed is copied once."""
-        if not isinstance(value, Tensor):
-            return value
-        version = 0 if value.is_inference() else value._version
-        source, copied_version, copy = self._copies.get(place, (None, 0, value))
-        if source is not value or copied_version != version:
-            with torch.no_grad():
-                copy = value.clone()
-            self._copies[place] = value, version, copy
-        return copy
+            for attributes, before in places:
+                for name in attributes.keys() - before.keys():
+                    del attributes[name]
+                attributes.update(before)
 
 
-def _state(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def is_torchs(module: nn.Module) -> bool:
+    """Whether a module is of PyTorch's own classes alone."""
+    kinds = type(module).__mro__[:-1]
+    return all(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
+
+
+def _values(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes.items()
@@ -84,10 +98,16 @@ def _is_small(value: Any) -> bool:
     return type(value) is Tensor and not value.requires_grad and value.numel() <= _FEW
 
 
-def _replace(attributes: dict[str, Any], names: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Let attributes of some names have other values, or none."""
-    for name in names:
-        if name in values:
-            attributes[name] = values[name]
-        else:
-            attributes.pop(name, None)
+def _copied(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same in memory of its own; what several modules share is one tensor again."""
+    known: dict[int, Tensor] = {}
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            with torch.no_grad():
+                known[id(value)] = value.clone()
+        return known[id(value)]
+
+    return [{name: own(value) for name, value in state.items()} for state in states]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-
-from lightning_gpipe.model.remote import tensors_in
+from torch.utils._pytree import tree_leaves
 
 
 class KeptTensors:
@@ -22,25 +21,35 @@ class KeptTensors:
         self._before = self._now()
 
     def new(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Those that weren't there when this was made.
+        """Those that weren't there when this was made, or were changed in place since.
 
         Args:
             given: What the forward was given, which isn't its own.
         """
-        found = [t for key, t in self._now().items() if key not in self._before]
         with torch._C.DisableTorchFunctionSubclass():
-            memory = {t.untyped_storage()._cdata for t in given}
-            return [t for t in found if t.untyped_storage()._cdata not in memory]
+            memory = {_memory(tensor) for tensor in given}
+            return [
+                tensor
+                for key, tensor in self._now().items()
+                if key not in self._before and _memory(tensor) not in memory
+            ]
 
-    def _now(self) -> dict[int, Tensor]:
-        return {id(tensor): tensor for part in self._modules for tensor in _attributes(part)}
+    def _now(self) -> dict[tuple[int, int], Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                (id(tensor), 0 if tensor.is_inference() else tensor._version): tensor
+                for part in self._modules
+                for tensor in _attributes(part)
+            }
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells whether two tensors share their memory."""
+    is_plain = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if is_plain else id(tensor)
 
 
 def _attributes(module: nn.Module) -> list[Tensor]:
     others = ("_parameters", "_buffers", "_modules")
-    return [
-        tensor
-        for name, value in vars(module).items()
-        if name not in others
-        for tensor in tensors_in(value)
-    ]
+    values = [value for name, value in vars(module).items() if name not in others]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -10,6 +10,7 @@ backbone's output, so of the code behind the backbone no more than one micro-bat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -91,6 +92,7 @@ class PerMicroBatch:
         self._outlines = Outlines()
         self._plans: dict[tuple[int, bool, bool], Plan] = {}
         self._running: Running | None = None
+        self._counts: Counter[str] = Counter()  # of mini-batches
         self.trace = StepTrace(groups.stage, groups.device, holders, self._seeds)
 
     @property
@@ -139,6 +141,7 @@ class PerMicroBatch:
         running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
         self.outside.forwards.clear()
+        self._counts[kind] += 1
         self._rank.executor.watch.section += 1
         self._rank.links.allow(plan.leads)
         self._batch_norm.begin(sizes)
@@ -260,7 +263,9 @@ class PerMicroBatch:
         if groups.is_first:
             running.source.give(m, given)
         name = running.names[m]
-        kept = None if name in self._outlines else KeptTensors(self._modules)
+        count = self._counts[running.kind]
+        is_looked_at = m == 0 and count & (count - 1) == 0  # the 1st, the 2nd, the 4th, ...
+        kept = KeptTensors(self._modules) if is_looked_at else None
         with self.outside.forwards.noted():
             for stage in self._rank.stages if running.is_chained else [self._anchor]:
                 self._rank.executor.do(Action(stage, "F", m), batch)

@@ -165,12 +165,13 @@ class Stage:
         record = call.micro_batches[m]
         if record.stored is None:
             return
+        met = call.attributes[m] if keep_input else call.attributes.pop(m)
         with (
             torch.enable_grad(),
             call.context.restored(),
             self._in_modes(call.modes),
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
-            self._attributes.restored(call.attributes[m]),
+            self._attributes.restored(met),
             self._batch_norm.micro_batch(recompute=True),
         ):
             given = record.enter_again(keep_input)

@@ -127,7 +127,8 @@ class _OwnState:
 
     def _is_own(self, value: Any) -> bool:
         kind = value if issubclass(type(value), type) else type(value)
-        return _package(kind.__module__) in self._own
+        # a parametrized module's class is torch's, and its base the user's
+        return any(_package(base.__module__) in self._own for base in kind.__mro__)
 
 
 def _is_wrong(value: Any, everything: bool) -> bool:

@@ -51,7 +51,8 @@ def take(trainer: pl.Trainer, brought: dict[str, Any]) -> None:
         trainer: That of the process that has started the run.
         brought: What :func:`of_run` has returned.
     """
-    for monitor, figures in zip(_monitors(trainer), brought["figures"], strict=True):
+    # those that the module has configured are in the run's processes alone, behind the others
+    for monitor, figures in zip(_monitors(trainer), brought["figures"], strict=False):
         monitor.figures = figures
     own = dict(trainer.lightning_module.named_buffers(remove_duplicate=False))
     for name, value in brought["buffers"].items():
