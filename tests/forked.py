@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from tests.models import Around
 from tests.training import trainer
 
@@ -19,13 +19,17 @@ METRICS = 400  # more than a pipe between processes takes
 
 
 class Tied(Around):
-    """In single precision, with a weight in two places and a buffer that isn't saved."""
+    """In single precision, with a weight in two places, an unsaved buffer and a callback."""
 
     def __init__(self) -> None:
         super().__init__()
         self.float()
         self.again = self.after
         self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def configure_callbacks(self) -> Any:
+        is_cut = isinstance(self.trainer.strategy, GPipeStrategy)
+        return [PipelineMonitor(table=False)] if is_cut else []
 
     def on_train_epoch_end(self) -> None:
         self.log_dict({f"metric {i}": float(i) for i in range(METRICS)})
