@@ -7,7 +7,7 @@ their places, and after it what was there before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 #: Elements of a tensor up to which it may be such state: what layers keep to look at is larger.
 _FEW = 1 << 12
-_OF_MODULES = vars(nn.Module()).keys()
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _State:
     """What a module keeps at one time.
 
     Args:
-        values: What can be put back, by name.
+        values: What can be put back, by name, with tensors in memory of their own.
         names: Of all attributes.
     """
 
@@ -47,16 +47,12 @@ class LayerAttributes:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # PyTorch's own layers keep no such state
-        self._modules = [module for module in modules if not is_torchs(module)]
+        self._kept = [_Kept(vars(module)) for module in modules if not is_torchs(module)]
 
     def met(self) -> States:
         """What layers keep now, in memory of its own."""
-        found = [vars(module) for module in self._modules]
-        values = _copied([_values(attributes) for attributes in found])
-        return [
-            _State(own, frozenset(attributes))
-            for own, attributes in zip(values, found, strict=True)
-        ]
+        copies: dict[int, Tensor] = {}
+        return [_State(_own(kept.values(), copies), kept.names) for kept in self._kept]
 
     @contextmanager
     def restored(self, met: States) -> Iterator[None]:
@@ -65,19 +61,52 @@ class LayerAttributes:
         Args:
             met: What :meth:`met` gave before it; it stays as it is.
         """
-        places = [(vars(module), dict(vars(module))) for module in self._modules]
-        copies = _copied([state.values for state in met])
-        for (attributes, before), state, copy in zip(places, met, copies, strict=True):
-            for name in _values(before).keys() - state.names:  # of later forwards
-                del attributes[name]
-            attributes.update(copy)
+        before = [dict(kept.attributes) for kept in self._kept]
+        copies: dict[int, Tensor] = {}
+        for kept, state in zip(self._kept, met, strict=True):
+            kept.put(_own(state.values, copies), state.names)
         try:
             yield
         finally:
-            for attributes, before in places:
-                for name in attributes.keys() - before.keys():
-                    del attributes[name]
-                attributes.update(before)
+            for kept, attributes in zip(self._kept, before, strict=True):
+                kept.attributes.update(attributes)
+                if len(kept.attributes) > len(attributes):
+                    for name in kept.attributes.keys() - attributes.keys():
+                        del kept.attributes[name]
+
+
+class _Kept:
+    """The attributes of a module.
+
+    Args:
+        attributes: By name.
+    """
+
+    __slots__ = ("_own", "attributes", "names")
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes = attributes
+        self.names: frozenset[str] = frozenset()
+        self._own: list[str] = []
+
+    def values(self) -> dict[str, Any]:
+        """What can be put back."""
+        attributes = self.attributes
+        if attributes.keys() != self.names:
+            self.names = frozenset(attributes)
+            self._own = sorted(self.names - _OF_MODULES)
+        return {
+            name: value
+            for name in self._own
+            if type(value := attributes[name]) in _PLAIN or _is_small(value)
+        }
+
+    def put(self, values: dict[str, Any], names: frozenset[str]) -> None:
+        """Put values back as they were when there were attributes of those names."""
+        if self.attributes.keys() != names:
+            for name in self.values().keys() - names:  # of later forwards
+                del self.attributes[name]
+        self.attributes.update(values)
 
 
 def is_torchs(module: nn.Module) -> bool:
@@ -86,28 +115,21 @@ def is_torchs(module: nn.Module) -> bool:
     return all(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
 
 
-def _values(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if (type(value) in _PLAIN or _is_small(value)) and name not in _OF_MODULES
-    }
-
-
 def _is_small(value: Any) -> bool:
     return type(value) is Tensor and not value.requires_grad and value.numel() <= _FEW
 
 
-def _copied(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same in memory of its own; what several modules share is one tensor again."""
-    known: dict[int, Tensor] = {}
+def _own(values: dict[str, Any], copies: dict[int, Tensor]) -> dict[str, Any]:
+    """Values in memory of their own.
 
-    def own(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in known:
-            with torch.no_grad():
-                known[id(value)] = value.clone()
-        return known[id(value)]
-
-    return [{name: own(value) for name, value in state.items()} for state in states]
+    Args:
+        values: By name.
+        copies: Of tensors, by their ``id``: what several modules share is one tensor again.
+    """
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                with torch.no_grad():
+                    copies[id(value)] = value.clone()
+            values = {**values, name: copies[id(value)]}
+    return values
