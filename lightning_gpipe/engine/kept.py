@@ -52,4 +52,5 @@ def _memory(tensor: Tensor) -> int:
 def _attributes(module: nn.Module) -> list[Tensor]:
     others = ("_parameters", "_buffers", "_modules")
     values = [value for name, value in vars(module).items() if name not in others]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    # a proxy claims to be of another class, or fails to tell
+    return [leaf for leaf in tree_leaves(values) if issubclass(type(leaf), Tensor)]
