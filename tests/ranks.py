@@ -237,6 +237,7 @@ def _alone(
         os.dup2(screen.fileno(), 1)
         os.dup2(screen.fileno(), 2)
     _become(rank, world_size)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     os.environ["MASTER_PORT"] = str(port)
     _join(dist.FileStore(str(folder / "store"), world_size), rank, world_size)
     function(*args)
