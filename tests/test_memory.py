@@ -373,7 +373,7 @@ def refused(balance: Any) -> None:
 CELLS: list[expected_memory.Cell] = [
     ("Transformer", 2, 4, "always", ("mini-batch", "auto")),
     ("Transformer", 2, 4, "never", ("micro-batch", "searched")),
-    ("ConvNet", 2, 16, 2, ("mini-batch", "auto")),
+    ("ConvNet", 4, 4, 2, ("mini-batch", "auto")),
     ("ConvNet", 2, 4, "never", ("micro-batch", "1f1b")),
     ("ConvNet", 4, 16, 2, ("micro-batch", "searched")),
     ("GPT-2", 2, 4, 2, ("mini-batch", "auto")),

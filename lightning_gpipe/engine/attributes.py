@@ -47,7 +47,7 @@ class LayerAttributes:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # PyTorch's own layers keep no such state
-        self._kept = [_Kept(vars(module)) for module in modules if not is_torchs(module)]
+        self._kept = [_Kept(vars(module)) for module in modules if not _is_torchs(module)]
 
     def met(self) -> States:
         """What layers keep now, in memory of its own."""
@@ -109,7 +109,7 @@ class _Kept:
         self.attributes.update(values)
 
 
-def is_torchs(module: nn.Module) -> bool:
+def _is_torchs(module: nn.Module) -> bool:
     """Whether a module is of PyTorch's own classes alone."""
     kinds = type(module).__mro__[:-1]
     return all(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
