@@ -172,14 +172,21 @@ def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None
     recording = Recording(watch)
     recording.resume()
     for m in range(3):
-        with watch.around(Action(0, "F", m)):
-            time.sleep(0.2)  # for a message
-            compute(0.02)
-            with watch.layers():
-                compute(0.01)
+        watch.start()
+        time.sleep(0.2)  # for a message
+        compute(0.02)
+        watch.begin()
+        compute(0.01)
+        watch.end()
+        watch.done(Action(0, "F", m))
+    watch.start()
+    watch.begin()  # and its layers fail
+    watch.done(Action(0, "F", 3))
     recording.pause()
-    with watch.around(Action(0, "F", 3)), watch.layers():
-        pass
+    watch.start()
+    watch.begin()
+    watch.end()
+    watch.done(Action(0, "F", 4))
     measured = recording.take()
     assert [one.action.micro_batch for one in measured] == [0, 1, 2]
     assert 0.03 <= durations(measured)[0, "F"] < 0.2

@@ -353,10 +353,12 @@ def test_a_device_is_measured_by_its_own_time_and_waited_for_once(
     recording = Recording(watch)
     recording.resume()
     for m in range(3):
-        with watch.around(Action(0, "F", m)):
-            Event.queue += 0.25  # for a message
-            with watch.layers():
-                Event.queue += 0.5
+        watch.start()
+        Event.queue += 0.25  # for a message
+        watch.begin()
+        Event.queue += 0.5
+        watch.end()
+        watch.done(Action(0, "F", m))
     watch.begin_outside()
     Event.queue += 2.0
     watch.end_outside(Action(0, "F", 2))

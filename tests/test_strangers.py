@@ -54,6 +54,16 @@ class Later(HookedFirst):
         return loss + self.kept.square().mean() if self.global_step else loss
 
 
+class Circular(HookedFirst):
+    """The hook keeps a dict that contains itself, too."""
+
+    def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        super().keep(layer, inputs, output)
+        circle: dict[str, Any] = {}
+        self.__dict__["circle"] = circle | {"circle": circle}
+        circle["circle"] = circle
+
+
 class Logged(Hooked):
     """Uses it without a graph; the loss doesn't depend on it."""
 
@@ -147,7 +157,7 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
         (Hooked, 2, r"a layer or a hook has kept.*Return it with the backbone's output"),
         *(
             (kind, 2, "'add' takes values of another stage and what a layer or a hook has kept")
-            for kind in (HookedFirst, Adding, Later)
+            for kind in (HookedFirst, Adding, Later, Circular)
         ),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
     ],

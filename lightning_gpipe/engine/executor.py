@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.stage import Stage, StageCall
-from lightning_gpipe.engine.stopwatch import Stopwatch
+from lightning_gpipe.engine.stopwatch import Stopwatch, span
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.schedule.actions import Action, kept_graphs
 from lightning_gpipe.tensors.random_state import preserved
@@ -251,8 +251,10 @@ class Executor:
         try:
             if self._in_order:
                 self._post_receives(action, batch)
-            with self.watch.around(action):
+            with span(action):
+                self.watch.start()
                 self._do(action, batch, retain, also)
+                self.watch.done(action)
         except RuntimeError:
             self._trial.end()
             raise
@@ -278,9 +280,11 @@ class Executor:
         inputs = self._trial.take(inputs)
         outputs: Tree | None = None
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.layers():
+            with self._trial.attempt():
+                self.watch.begin()
                 keep = (index, m) in batch.kept
                 outputs = self._stages[index].forward(call, m, inputs, flags, keep)
+                self.watch.end()
                 flags = call.micro_batches[m].output_requires_grad
         if outputs is None:
             outputs, flags = self._trial.failed(), [False]
@@ -289,9 +293,11 @@ class Executor:
 
     def _recompute(self, action: Action, batch: MiniBatch, retain: bool) -> None:
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.layers():
+            with self._trial.attempt():
+                self.watch.begin()
                 stage, call = self._stages[action.stage], batch.calls[action.stage]
                 stage.recompute(call, action.micro_batch, keep_input=retain)
+                self.watch.end()
 
     def _backward(
         self,
@@ -313,11 +319,13 @@ class Executor:
         if call.micro_batches[m].needs_backward:
             gradients = self._trial.take(self._gradients_in(index, batch).take(m)[0]).leaves
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.layers():
+            with self._trial.attempt():
+                self.watch.begin()
                 if action.op == "B":
                     self._stages[index].backward(call, m, gradients, retain, hand_on, also)
                 else:
                     self._stages[index].backward_input(call, m, gradients, hand_on)
+                self.watch.end()
         if self._trial.has_failed and is_waited_for:
             sink.send(m, self._trial.failed(), [False], training=True)
         if action.op == "B" and not retain:
@@ -326,8 +334,10 @@ class Executor:
     def _backward_weights(self, action: Action, batch: MiniBatch) -> None:
         call = batch.calls[action.stage]
         if not self._trial.has_failed:
-            with self._trial.attempt(), self.watch.layers():
+            with self._trial.attempt():
+                self.watch.begin()
                 self._stages[action.stage].backward_weights(call, action.micro_batch)
+                self.watch.end()
         del call.micro_batches[action.micro_batch]
 
     def _expect_gradients(self, stage: int, batch: MiniBatch) -> None:

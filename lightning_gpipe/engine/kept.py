@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,5 +53,11 @@ def _memory(tensor: Tensor) -> int:
 def _attributes(module: nn.Module) -> list[Tensor]:
     others = ("_parameters", "_buffers", "_modules")
     values = [value for name, value in vars(module).items() if name not in others]
+    seen: dict[int, Any] = {}
+
+    def is_seen(value: Any) -> bool:
+        """Whether it was looked into before: a dict may contain itself."""
+        return id(value) in seen or seen.setdefault(id(value), value) is not value
+
     # a proxy claims to be of another class, or fails to tell
-    return [leaf for leaf in tree_leaves(values) if issubclass(type(leaf), Tensor)]
+    return [leaf for leaf in tree_leaves(values, is_seen) if issubclass(type(leaf), Tensor)]

@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.benchmarks import compute, document, emulated, overhead, peak_memory, planned
+from tests.benchmarks import compute, document, emulated, monitor, overhead, peak_memory, planned
 from tests.benchmarks.report import Table, save, surroundings
 
 SUITES = {
@@ -22,6 +22,7 @@ SUITES = {
     "compute": compute,
     "memory": peak_memory,
     "overhead": overhead,
+    "monitor": monitor,
     "planned": planned,
     "document": document,
 }

@@ -7,9 +7,8 @@ it is, on the conv net, one stage, 4 micro-batches. Both are medians of the roun
 next to nothing, from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's
 time for each micro-batch, from 8 to 512, over the same for 8. ``messages``: half of the way there
 and back between two processes of one machine, alone and beside processes that compute. ``cut``:
-from ``fit`` until the first step of a model of 1,000 layers. ``monitor``: steps with
-PipelineMonitor over those without, where it only measures, as in 49 steps of 50, and where it logs
-after every step; and the bubbles that it measures on emulated devices beside those that it expects.
+from ``fit`` until the first step of a model of 1,000 layers. ``balance``: steps balanced by time
+over those balanced by operations, with layers that take long and compute little.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_gpipe import GPipeStrategy, PipelineMonitor
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.executor import Executor
 from lightning_gpipe.schedule.gpipe import fill_drain
@@ -54,8 +52,9 @@ from tests.benchmarks.workloads import (
 )
 from tests.ranks import run_ranks
 
-PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut", "balance", "monitor"]
+PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut", "balance"]
 FEW, MANY = 64, 192
+_ROUNDS = 5  # of the same processes
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +83,12 @@ def _norm(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _ratio(title: str, one: Contestant, other: Contestant, arguments: argparse.Namespace) -> Table:
-    results = take_turns([one, other], arguments.rounds, arguments.steps, warm_up=3)
-    first, second = results[one.name], results[other.name]
+    first, second = Result(), Result()
+    for _ in range(-(-arguments.rounds // _ROUNDS)):
+        results = take_turns([one, other], _ROUNDS, arguments.steps, warm_up=3)
+        for all_of_it, part in ((first, results[one.name]), (second, results[other.name])):
+            all_of_it.step_s += part.step_s
+            all_of_it.error = all_of_it.error or part.error
     ratios = [a / b for a, b in zip(first.step_s, second.step_s, strict=False)]
     table = Table(title, ["step, ms", "ratio, median of rounds"])
     for name, result, ratio in (
@@ -271,75 +274,6 @@ def _balance(arguments: argparse.Namespace) -> list[Table]:
     return [_ratio("Layers that mislead, K=2, M=8, always", by_flops, by_time, arguments)]
 
 
-def _monitor(arguments: argparse.Namespace) -> Iterator[Table]:
-    computing = transformer(blocks=2, width=128, length=64, batch=32)
-    for title, workload, stages, step in (
-        ("one stage, M=8, computing", computing, 1, "mini-batch"),
-        ("two stages, M=8, layers of 2 ms", emulated(2, 0.002), 2, "mini-batch"),
-        (
-            "two stages, M=8, layers of 2 ms, step='micro-batch'",
-            emulated(2, 0.002),
-            2,
-            "micro-batch",
-        ),
-    ):
-        # a schedule that doesn't depend on what was measured
-        options = {"step": step, "schedule": "1f1b"} if step == "micro-batch" else {}
-        without = gpipe(workload, stages, 8, "always", "without", **options)
-        for name, every in (("measured", 1_000_000), ("logged every step", 1)):
-            monitor = partial(_monitors, every)
-            with_it = gpipe(workload, stages, 8, "always", name, monitor, **options)
-            yield _ratio(f"PipelineMonitor, {title}", with_it, without, arguments)
-
-    table = Table("Bubbles of emulated devices, K=4, always, %", ["measured", "expected", "apart"])
-    for step in ("mini-batch", "micro-batch"):
-        for chunks in (4, 8, 32):
-            found = run_ranks(_bubbles, 4, chunks, step, timeout_s=300)[0]
-            measured, expected = (100 * statistics.median(row) for row in zip(*found, strict=True))
-            table.rows.append((f"{step}, M={chunks}", [measured, expected, measured - expected]))
-    yield table
-
-
-class _Bubbles(Logger):
-    """Keeps the bubbles that are logged."""
-
-    name, version = "bubbles", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[float, float]] = []
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if "pipeline/bubble" in metrics:
-            self.rows.append((metrics["pipeline/bubble"], metrics["pipeline/expected_bubble"]))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep nothing."""
-
-
-def _bubbles(chunks: int, step: Any) -> list[tuple[float, float]]:
-    """What is logged after the schedule is settled."""
-    logger, workload = _Bubbles(), emulated(4, 0.005)
-    L.Trainer(
-        accelerator="cpu",
-        devices=4,
-        strategy=GPipeStrategy(
-            chunks, checkpoint="always", balance=[*workload.balance(4)], step=step
-        ),
-        max_steps=18,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[PipelineMonitor(3, table=False)],
-    ).fit(Module(workload), DataLoader(Same(partial(workload.batch, chunks)), batch_size=None))
-    return logger.rows[2:]
-
-
-def _monitors(every_n_steps: int) -> list[L.Callback]:
-    return [PipelineMonitor(every_n_steps)]
-
-
 _RUN = {
     "plain": _plain,
     "norm": _norm,
@@ -348,5 +282,4 @@ _RUN = {
     "messages": _messages,
     "cut": _cut,
     "balance": _balance,
-    "monitor": _monitor,
 }
