@@ -105,6 +105,7 @@ def test_a_layer_used_twice_moves_twice() -> None:
     layer, reference = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     first, second = torch.randn(2, 8, 3)
     deferred = DeferredBatchNorm([layer], deferred=True)
+    deferred.begin([4, 4])
     for m in range(2):
         with deferred.micro_batch(recompute=False):
             layer(first[4 * m : 4 * m + 4])
@@ -124,6 +125,7 @@ def test_instance_norm_moves_once(momentum: float | None) -> None:
     reference = copy.deepcopy(layer)
     samples = torch.randn(7, 3, 5, dtype=torch.float64)
     deferred = DeferredBatchNorm([layer], deferred=True)
+    deferred.begin([3, 3, 1])
     outputs = []
     for part in samples.split([3, 3, 1]):
         with deferred.micro_batch(recompute=False):
@@ -172,3 +174,25 @@ def test_one_value_per_channel_is_refused_with_the_remedy() -> None:
     deferred = DeferredBatchNorm([layer := nn.BatchNorm1d(3)], deferred=True)
     with deferred.micro_batch(recompute=False), pytest.raises(ValueError, match="lower `chunks`"):
         layer(torch.randn(1, 3))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_bits_are_the_same_whatever_layers_a_stage_has(momentum: float | None) -> None:
+    torch.manual_seed(0)
+    widths = [7, 1, 33, 64, 5]
+    parts = [[torch.randn(3, width) for _ in range(21)] for width in widths]
+
+    def moved(start: int, end: int) -> list[Tensor]:
+        layers = [nn.BatchNorm1d(width, momentum=momentum) for width in widths[start:end]]
+        deferred = DeferredBatchNorm(layers, deferred=True)
+        for _ in range(2):
+            deferred.begin([3] * 21)
+            for m in range(21):
+                with deferred.micro_batch(recompute=False):
+                    for layer, values in zip(layers, parts[start:end], strict=True):
+                        layer(values[m])
+            deferred.finish()
+        return [buffer for layer in layers for buffer in layer.buffers()]
+
+    together, alone = moved(0, 5), [*moved(0, 2), *moved(2, 3), *moved(3, 5)]
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)

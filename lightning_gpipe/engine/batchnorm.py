@@ -14,6 +14,7 @@ InstanceNorm that tracks running statistics is treated alike; its are averages o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,11 +29,47 @@ from lightning_gpipe.comm.messages import ObjectChannel
 
 @dataclass(slots=True)
 class _Statistics:
-    """What one use of a layer saw of a mini-batch: a row per micro-batch."""
+    """What one use of a layer sees of a mini-batch: a row per micro-batch.
 
-    mean: list[Tensor] = field(default_factory=list)
-    variance: list[Tensor] = field(default_factory=list)
+    Args:
+        layer: The layer.
+        place: How often it has run before in the same micro-batch.
+        mean: Rows for all micro-batches, ``[M, channels]``.
+        variance: The same.
+        rows: Both, by micro-batch.
+        count: Values per channel of the micro-batches so far.
+    """
+
+    layer: _NormBase
+    place: int
+    mean: Tensor
+    variance: Tensor
+    rows: list[tuple[Tensor, Tensor]]
     count: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layer: _NormBase, place: int, mean: Tensor, micro_batches: int) -> _Statistics:
+        """None so far.
+
+        Args:
+            layer: The layer.
+            place: See above.
+            mean: Its running mean.
+            micro_batches: M.
+        """
+        # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
+        means, variances = mean.new_zeros(2, micro_batches, len(mean)).unbind()
+        rows = list(zip(means.unbind(), variances.unbind(), strict=True))
+        return cls(layer, place, means, variances, rows)
+
+    def next(self, count: float) -> tuple[Tensor, Tensor]:
+        """The row of the next micro-batch.
+
+        Args:
+            count: Its values per channel.
+        """
+        self.count.append(count)
+        return self.rows[len(self.count) - 1]
 
 
 class DeferredBatchNorm:
@@ -51,14 +88,14 @@ class DeferredBatchNorm:
         self._deferred = deferred
         self._across = across
         self._shares: list[float] = []
+        self._micro_batches = 0
         self._layers = [m for m in modules if isinstance(m, _NormBase)]
         self._hooks = [
             layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             for layer in self._layers
         ]
-        self._active: dict[nn.Module, int] | None = (
-            None  # uses of each layer in the running micro-batch
-        )
+        #: Of each layer that has run in the running micro-batch what it had before, and its uses.
+        self._active: dict[_NormBase, _Before] | None = None
         self._recompute = False
         self._seen: dict[_NormBase, list[_Statistics]] = {}
 
@@ -80,7 +117,7 @@ class DeferredBatchNorm:
         Raises:
             RuntimeError: If replicas have different numbers of micro-batches.
         """
-        self._shares, self._seen = [], {}
+        self._shares, self._seen, self._micro_batches = [], {}, len(sizes)
         across = self._across
         if across is None or not any(
             isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self._layers
@@ -104,14 +141,13 @@ class DeferredBatchNorm:
     @contextmanager
     def _micro_batch(self, recompute: bool) -> Iterator[None]:
         self._active, self._recompute = {}, recompute
-        kept = [(layer, layer.momentum, dict(layer._buffers)) for layer in self._layers]
         try:
             yield
         finally:
-            self._active = None
-            for layer, momentum, buffers in kept:
-                layer.momentum = momentum
-                layer._buffers.update(buffers)
+            active, self._active = self._active, None
+            for layer, before in active.items():
+                layer.__dict__["momentum"] = before.momentum
+                layer._buffers.update(before.buffers)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -120,21 +156,27 @@ class DeferredBatchNorm:
         Call once all its micro-batches are forwarded.
         """
         seen, self._seen = self._seen, {}
-        for layer, uses in seen.items():
-            for use in uses:
-                if isinstance(layer, nn.SyncBatchNorm):  # the statistics are of all replicas
-                    use.count = [n * s for n, s in zip(use.count, self._shares, strict=True)]
-                self._move(layer, use)
+        alike: dict[Any, list[_Statistics]] = defaultdict(list)
+        for use in (use for uses in seen.values() for use in uses):
+            if isinstance(use.layer, nn.SyncBatchNorm):  # the statistics are of all replicas
+                use.count = [n * s for n, s in zip(use.count, self._shares, strict=True)]
+            over_batch, mean = isinstance(use.layer, _BatchNorm), use.mean
+            kind = use.place, over_batch, len(use.count), mean.device, mean.dtype
+            alike[kind].append(use)
+        for (_, over_batch, *_), uses in sorted(alike.items(), key=lambda item: item[0][0]):
+            _move(uses, over_batch, *_pooled(uses, over_batch))
 
     def _before_forward(
         self, layer: _NormBase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Point a batch-norm layer that is about to run in training at a scratch row."""
-        if self._active is None or not layer.training:
+        active = self._active
+        if active is None or not layer.training:
             return
         if not layer.track_running_stats:  # switched off to freeze the layer, perhaps
             return
-        mean, variance = layer.running_mean, layer.running_var
+        buffers: dict[str, Any] = layer._buffers
+        mean, variance = buffers.get("running_mean"), buffers.get("running_var")
         values = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if mean is None or variance is None or values is None:
             return
@@ -147,57 +189,104 @@ class DeferredBatchNorm:
                 " variance: lower `chunks`, so that every micro-batch has at least two samples. For"
                 " a small last batch use DataLoader(drop_last=True)."
             )
-        # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
-        row = torch.zeros_like(mean), torch.zeros_like(variance)
-        if not self._recompute:
-            use = self._active.get(layer, 0)
-            self._active[layer] = use + 1
+        before = active.get(layer)
+        if before is None:
+            before = active[layer] = _Before(layer.momentum, buffers.copy())
+        if self._recompute:
+            row = torch.zeros_like(mean), torch.zeros_like(variance)
+        else:
             uses = self._seen.setdefault(layer, [])
-            if use == len(uses):
-                uses.append(_Statistics())
-            uses[use].mean.append(row[0])
-            uses[use].variance.append(row[1])
-            uses[use].count.append(count)
-        tracked = torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
-        layer._buffers.update(running_mean=row[0], running_var=row[1], num_batches_tracked=tracked)
-        layer.momentum = 1.0
-
-    @staticmethod
-    def _move(layer: _NormBase, use: _Statistics) -> None:
-        """Fold the pooled mean and unbiased variance of a mini-batch into the running ones.
-
-        With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ
-        n_m, μ = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is
-        positive, so v never is negative. InstanceNorm's v is Σ n_m v_m / n, with n samples.
-        """
-        mean, variance, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
-        if mean is None or variance is None:
-            return
-        over_batch = isinstance(layer, _BatchNorm)
-        if tracked is not None and over_batch:
-            tracked.add_(1)
-        momentum = layer.momentum
-        dtype = torch.promote_types(mean.dtype, torch.float32)
-        share: Tensor | float = 0.0 if momentum is None else momentum
-        if momentum is None and over_batch:  # cumulative average; InstanceNorm knows none
-            share = 1.0 if tracked is None else tracked.to(dtype).reciprocal()
-        means, variances = torch.stack(use.mean).to(dtype), torch.stack(use.variance).to(dtype)
-        count = means.new_tensor(use.count).unsqueeze(1)
-        total = sum(use.count)
-        if not over_batch:
-            _move_by(mean, (count * means).sum(0) / total, share)
-            _move_by(variance, (count * variances).sum(0) / total, share)
-            return
-        shift = means - means[0]  # small next to a large mean: no digits are lost
-        pooled_shift = (count * shift).sum(0) / total
-        pooled = ((count - 1) * variances).sum(0) + (count * (shift - pooled_shift).square()).sum(0)
-        _move_by(mean, means[0] + pooled_shift, share)
-        _move_by(variance, pooled / (total - 1), share)
+            if before.uses == len(uses):
+                uses.append(_Statistics.of(layer, before.uses, mean, self._micro_batches))
+            row = uses[before.uses].next(count)
+            before.uses += 1
+        buffers["running_mean"], buffers["running_var"] = row
+        buffers["num_batches_tracked"] = (
+            torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
+        )
+        layer.__dict__["momentum"] = 1.0
 
 
-def _move_by(running: Tensor, seen: Tensor, share: Tensor | float) -> None:
-    """Fold a statistic into a running one. A share on the device stays there: no host waits."""
-    if isinstance(share, Tensor):
-        running.mul_(1 - share).add_(seen * share)
+@dataclass(slots=True)
+class _Before:
+    """What a layer had before it was pointed at scratch rows, and how often it has run since."""
+
+    momentum: float | None
+    buffers: dict[str, Any]
+    uses: int = 0
+
+
+def _pooled(
+    uses: Sequence[_Statistics], over_batch: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The means and unbiased variances of a mini-batch, of each use.
+
+    With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ n_m, μ
+    = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is positive, so
+    v never is negative. InstanceNorm's v is Σ n_m v_m / n, with n samples.
+
+    Args:
+        uses: Of layers of one kind, with as many micro-batches each.
+        over_batch: Whether they normalise over the samples, unlike InstanceNorm.
+    """
+    # channels of all uses side by side: a few operations for all of them
+    widths, rows = [use.mean.shape[1] for use in uses], range(len(uses[0].count))
+    dtype = torch.promote_types(uses[0].mean.dtype, torch.float32)
+    means = torch.cat([use.mean[: len(rows)] for use in uses], 1).to(dtype)
+    variances = torch.cat([use.variance[: len(rows)] for use in uses], 1).to(dtype)
+    counts = torch.tensor([[use.count[m] for use in uses] for m in rows], dtype=dtype, device="cpu")
+    count = counts.repeat_interleave(torch.tensor(widths, device="cpu"), 1).to(means.device)
+    total = _sum(count)
+    if not over_batch:
+        mean, variance = _sum(count * means) / total, _sum(count * variances) / total
     else:
-        running.mul_(1 - share).add_(seen, alpha=share)
+        shift = means - means[0]  # small next to a large mean: no digits are lost
+        pooled_shift = _sum(count * shift) / total
+        spread = (count - 1) * variances + count * (shift - pooled_shift).square()
+        mean, variance = means[0] + pooled_shift, _sum(spread) / (total - 1)
+    return mean.split(widths), variance.split(widths)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """The sum of rows, in order: ``Tensor.sum`` takes another order for some of the columns.
+
+    Which of them depends on their number, so on the layers that are on a stage.
+    """
+    first, *others = rows.unbind()
+    total = first.clone()
+    for row in others:
+        total += row
+    return total
+
+
+def _move(
+    uses: Sequence[_Statistics],
+    over_batch: bool,
+    means: Sequence[Tensor],
+    variances: Sequence[Tensor],
+) -> None:
+    """Fold the statistics of a mini-batch into the running ones of layers, each there once."""
+    moved: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    counters: list[Tensor] = []
+    for use, mean, variance in zip(uses, means, variances, strict=True):
+        layer, tracked = use.layer, use.layer.num_batches_tracked
+        if layer.running_mean is None or layer.running_var is None:
+            continue
+        if tracked is not None and over_batch:
+            counters.append(tracked)
+        running, seen = [layer.running_mean, layer.running_var], [mean, variance]
+        if layer.momentum is None and over_batch and tracked is not None:
+            # the cumulative average; a share on the device stays there, so no host waits
+            share = (tracked + 1).to(mean.dtype).reciprocal()
+            torch._foreach_mul_(running, 1 - share)
+            torch._foreach_add_(running, torch._foreach_mul(seen, share))
+            continue
+        alone = float(over_batch)  # InstanceNorm knows no cumulative average
+        into = moved[alone if layer.momentum is None else layer.momentum]
+        into[0].extend(running)
+        into[1].extend(seen)
+    for momentum, (running, seen) in moved.items():
+        torch._foreach_mul_(running, 1 - momentum)
+        torch._foreach_add_(running, seen, alpha=momentum)
+    if counters:
+        torch._foreach_add_(counters, 1)

@@ -251,7 +251,7 @@ class Executor:
         try:
             if self._in_order:
                 self._post_receives(action, batch)
-            with span(action):
+            with span("gpipe", action):
                 self.watch.start()
                 self._do(action, batch, retain, also)
                 self.watch.done(action)

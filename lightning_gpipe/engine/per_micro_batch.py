@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
@@ -30,6 +29,7 @@ from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
+from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import share_weights, tell
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.loop import of_any_loop
@@ -146,7 +146,7 @@ class PerMicroBatch:
         self._rank.links.allow(plan.leads)
         self._batch_norm.begin(sizes)
         try:
-            with self._rank.executor.preserved_generators(), record_function("gpipe_step"):
+            with self._rank.executor.preserved_generators(), span("gpipe_step"):
                 self._run(running)
         finally:
             self._running = None

@@ -98,8 +98,12 @@ class LayerRandomness:
 
     def look_at_layer(self, base: int, index: int) -> None:
         """Note whether a layer before which all was seeded drew from Python's or NumPy's."""
-        if index not in self._draw and _have_moved(_seed_of_layer(base, index)):
+        if index in self._draw:
+            return
+        seed = _seed_of_layer(base, index)
+        if _have_moved(seed):
             self._draw.add(index)
+        seed_global(seed)
 
     def look_at_all(self, base: int) -> None:
         """Look closely again, if a layer drew of which it wasn't known."""
@@ -155,13 +159,11 @@ def seed_global(seed: int) -> None:
 def _have_moved(seed: int) -> bool:
     """Whether somebody drew from Python's or NumPy's generator since they were seeded.
 
-    Their next numbers tell; reading their states takes ten times as long. Seeds them again.
+    Their next numbers tell; reading their states takes ten times as long.
     """
     found = _next_numbers()
     seed_global(seed)
-    moved = found != _next_numbers()
-    seed_global(seed)
-    return moved
+    return found != _next_numbers()
 
 
 def _next_numbers() -> tuple[Any, ...]:

@@ -93,10 +93,11 @@ def _event() -> _Mark:
     return event
 
 
-def span(action: Action) -> AbstractContextManager[Any]:
-    """Show an action in PyTorch's profiler, while that works, inside this context."""
-    is_on = profiler._is_profiler_enabled
-    return profiler.record_function(f"gpipe {action!r}") if is_on else _NOTHING
+def span(name: str, action: Action | None = None) -> AbstractContextManager[Any]:
+    """Show what runs inside this context in PyTorch's profiler, while that works."""
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    return profiler.record_function(name if action is None else f"{name} {action!r}")
 
 
 class Recording:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
@@ -23,6 +22,7 @@ from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.steering import Steering
+from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
@@ -133,7 +133,7 @@ class WholeBatch:
         batch = Tree.of(value, "The backbone's input")
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
-        with record_function("gpipe_forward"), self._steering.forwards.noted():
+        with span("gpipe_forward"), self._steering.forwards.noted():
             self._executor.run(call.plan.forwards, call.batch)
         self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
@@ -241,7 +241,7 @@ class WholeBatch:
         if self._groups.is_last:
             call.output_side.set_gradients(call.wanted, gradients)
         before_last = self._before_last if self._steering.is_through else None
-        with record_function("gpipe_backward"):
+        with span("gpipe_backward"):
             self._executor.run(call.plan.backwards, call.batch, self._retain, before_last)
         if self._trial.has_failed:  # other calls may follow, for which other stages wait
             return []

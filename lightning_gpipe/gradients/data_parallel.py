@@ -74,8 +74,10 @@ class DataParallel:
             A tensor to run that backward from, besides the micro-batch's outputs; None if there is
             nothing to average.
         """
+        if self._groups.replicas == 1:
+            return None
         wanted = {p for p in self._own if p.requires_grad}
-        if self._groups.replicas == 1 or not (wanted or self._parameters):
+        if not (wanted or self._parameters):
             return None
         if not wanted.issubset(self._parameters):
             self._make_reducer(wanted.union(self._parameters))

@@ -18,7 +18,7 @@ from tests.benchmarks.contestants.plain import accumulation, ideal, replicas
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
 from tests.benchmarks.contestants.torchgpipe import torchgpipe
 from tests.benchmarks.report import Table, row_of
-from tests.benchmarks.turns import Contestant, take_turns
+from tests.benchmarks.turns import Contestant, launches_of, take_turns
 from tests.benchmarks.workloads import (
     Workload,
     amoebanet,
@@ -35,6 +35,7 @@ WORKLOADS = {
     "language-model": language_model,
 }
 ONE = "one process"
+_SETTLED = 6  # mini-batches until a schedule is searched with what was measured
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,8 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", nargs="+", default=["always", "never"])
     parser.add_argument("--only", nargs="+", help="names of contestants, or parts of them")
     parser.add_argument("--stages", type=int, default=2)
+    launches_of(parser, 3)
+    parser.set_defaults(rounds=9, steps=2)
 
 
 def run(arguments: argparse.Namespace) -> Iterator[Table]:
@@ -99,7 +102,10 @@ def _compare(
             arguments.only,
         ),
     ]
-    results = take_turns(found, arguments.rounds, arguments.steps, warm_up=6)
+    warm_up = -(-_SETTLED // arguments.steps)
+    results = take_turns(
+        found, arguments.rounds, arguments.steps, warm_up, launches=arguments.launches
+    )
     bound = bound_s(results["ideal"], stages, chunks, checkpoint)
     one = results[ONE].median_s
     table = Table(

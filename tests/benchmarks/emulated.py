@@ -19,7 +19,7 @@ from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import ideal
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
 from tests.benchmarks.report import Table, row_of
-from tests.benchmarks.turns import Contestant, take_turns
+from tests.benchmarks.turns import Contestant, launches_of, take_turns
 from tests.benchmarks.workloads import emulated
 
 OURS, SEARCHED = "lightning-gpipe, fill_drain", "lightning-gpipe, searched"
@@ -49,6 +49,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
         help="stages and micro-batches, such as 4x8",
     )
     parser.add_argument("--checkpoint", nargs="+", default=["always", "never"])
+    launches_of(parser, 1)
     parser.add_argument(
         "--unit",
         type=float,
@@ -99,7 +100,9 @@ def _compare(stages: int, chunks: int, checkpoint: str, arguments: argparse.Name
         if c.name == "ideal" or not arguments.only or any(n in c.name for n in arguments.only)
     ]
     # the schedule is searched for when six mini-batches were measured
-    results = take_turns(contestants, arguments.rounds, arguments.steps, warm_up=6)
+    results = take_turns(
+        contestants, arguments.rounds, arguments.steps, warm_up=6, launches=arguments.launches
+    )
     bound = bound_s(results["ideal"], stages, chunks, checkpoint)
     table = Table(
         f"Emulated devices of {arguments.unit:g} ms, K={stages}, M={chunks}, {checkpoint}",

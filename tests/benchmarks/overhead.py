@@ -2,13 +2,13 @@
 
 ``plain``: one stage, one micro-batch, nothing recomputed, against a Trainer without a strategy, on
 a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as
-it is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios.
-``actions``: the engine's time for each forward and backward of a micro-batch of layers that do
-next to nothing, from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's
-time for each micro-batch, from 8 to 512, over the same for 8. ``messages``: half of the way there
-and back between two processes of one machine, alone and beside processes that compute. ``cut``:
-from ``fit`` until the first step of a model of 1,000 layers. ``balance``: steps balanced by time
-over those balanced by operations, with layers that take long and compute little.
+it is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios, in
+several launches. ``actions``: the engine's time for each forward and backward of a micro-batch of
+layers that do next to nothing, from steps of 64 and of 192 micro-batches, with a profile.
+``chunks``: the step's time for each micro-batch, from 8 to 512, over the same for 8. ``messages``:
+half of the way there and back between two processes of one machine, alone and beside processes that
+compute. ``cut``: from ``fit`` until the first step of a model of 1,000 layers. ``balance``: steps
+balanced by time over those balanced by operations, with layers that take long and compute little.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 from tests.benchmarks.contestants.lightning import Module, Same, Turns, gpipe, trainer
 from tests.benchmarks.report import Table
-from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
+from tests.benchmarks.turns import Contestant, Result, Turn, launches_of, take_turns
 from tests.benchmarks.workloads import (
     SleepingLayer,
     Workload,
@@ -54,12 +54,12 @@ from tests.ranks import run_ranks
 
 PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut", "balance"]
 FEW, MANY = 64, 192
-_ROUNDS = 5  # of the same processes
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> None:
     """Add the suite's own options."""
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    launches_of(parser, 5)
     parser.set_defaults(rounds=25)
 
 
@@ -83,12 +83,10 @@ def _norm(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _ratio(title: str, one: Contestant, other: Contestant, arguments: argparse.Namespace) -> Table:
-    first, second = Result(), Result()
-    for _ in range(-(-arguments.rounds // _ROUNDS)):
-        results = take_turns([one, other], _ROUNDS, arguments.steps, warm_up=3)
-        for all_of_it, part in ((first, results[one.name]), (second, results[other.name])):
-            all_of_it.step_s += part.step_s
-            all_of_it.error = all_of_it.error or part.error
+    results = take_turns(
+        [one, other], arguments.rounds, arguments.steps, warm_up=3, launches=arguments.launches
+    )
+    first, second = results[one.name], results[other.name]
     ratios = [a / b for a, b in zip(first.step_s, second.step_s, strict=False)]
     table = Table(title, ["step, ms", "ratio, median of rounds"])
     for name, result, ratio in (

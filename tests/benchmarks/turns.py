@@ -1,12 +1,13 @@
 """Contestants in processes of their own that take turns, so that they share the machine's moods.
 
 All contestants' processes are forked from one that has imported everything, and live through all
-rounds. In a round each contestant in turn runs a few steps while the others wait; the next round
-begins with another one.
+rounds of a launch. In a round each contestant in turn runs a few steps while the others wait; the
+next round begins with another one.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import gc
@@ -120,6 +121,17 @@ class Result:
         return statistics.median(self.step_s) if self.step_s else float("nan")
 
 
+def launches_of(parser: argparse.ArgumentParser, launches: int) -> None:
+    """Add the option for :func:`take_turns`.
+
+    Args:
+        parser: Of a suite.
+        launches: What it is by default.
+    """
+    about = "of all processes, each for a part of the rounds; default: %(default)s"
+    parser.add_argument("--launches", type=int, default=launches, help=about)
+
+
 def take_turns(
     contestants: Sequence[Contestant],
     rounds: int,
@@ -127,6 +139,7 @@ def take_turns(
     warm_up: int = 2,
     timeout_s: float = 600.0,
     exact_memory: bool = False,
+    launches: int = 1,
 ) -> dict[str, Result]:
     """Let contestants take turns.
 
@@ -137,11 +150,29 @@ def take_turns(
         warm_up: Rounds before those.
         timeout_s: For a turn.
         exact_memory: Whether freed memory goes back at once, so that the peak is of what is held.
+        launches: How often all processes are started anew, each time for a part of the rounds.
+            Where a process's memory lies makes it a few percent faster or slower for as long as it
+            lives.
 
     Returns:
         By name what they did.
     """
     results = {contestant.name: Result() for contestant in contestants}
+    for _ in range(launches):
+        left = [c for c in contestants if results[c.name].error is None]
+        _launch(left, results, -(-rounds // launches), steps, warm_up, timeout_s, exact_memory)
+    return results
+
+
+def _launch(
+    contestants: Sequence[Contestant],
+    results: dict[str, Result],
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    timeout_s: float,
+    exact_memory: bool,
+) -> None:
     groups: dict[str, _Group] = {}
     try:
         for contestant in contestants:
@@ -156,7 +187,6 @@ def take_turns(
     finally:
         for group in groups.values():
             group.end()
-    return results
 
 
 def own_memory_mb(name: str) -> float:
