@@ -21,6 +21,7 @@ class Hooked(models.Module):
 
     def build(self) -> None:
         super().build()
+        self.__dict__["kept"] = torch.zeros(())  # on stages without the layer, too
         self.backbone[-1].register_forward_hook(self.keep)
 
     def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
