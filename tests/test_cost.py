@@ -95,6 +95,35 @@ def test_counting_leaves_no_trace() -> None:
     assert hooked == [1]
 
 
+class Box:
+    """Holds a tensor."""
+
+    table: Tensor | None = None
+
+
+class Boxed(nn.Linear):
+    """Keeps a tensor in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.box = Box()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box.table = 2 * x.detach()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "parametrize", [lambda layer: layer, nn.utils.parametrizations.weight_norm]
+)
+def test_objects_of_layers_keep_no_tensors_without_values(
+    parametrize: Callable[[nn.Module], Any],
+) -> None:
+    layer = parametrize(Boxed())
+    costs([layer])
+    assert layer.box.table is None
+
+
 @pytest.mark.parametrize(
     "build",
     [

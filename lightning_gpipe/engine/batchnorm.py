@@ -33,34 +33,28 @@ class _Statistics:
 
     Args:
         layer: The layer.
-        place: How often it has run before in the same micro-batch.
-        mean: Rows for all micro-batches, ``[M, channels]``.
+        mean: Rows for all micro-batches.
         variance: The same.
-        rows: Both, by micro-batch.
         count: Values per channel of the micro-batches so far.
     """
 
     layer: _NormBase
-    place: int
-    mean: Tensor
-    variance: Tensor
-    rows: list[tuple[Tensor, Tensor]]
+    mean: tuple[Tensor, ...]
+    variance: tuple[Tensor, ...]
     count: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, layer: _NormBase, place: int, mean: Tensor, micro_batches: int) -> _Statistics:
+    def of(cls, layer: _NormBase, mean: Tensor, micro_batches: int) -> _Statistics:
         """None so far.
 
         Args:
             layer: The layer.
-            place: See above.
             mean: Its running mean.
             micro_batches: M.
         """
         # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
         means, variances = mean.new_zeros(2, micro_batches, len(mean)).unbind()
-        rows = list(zip(means.unbind(), variances.unbind(), strict=True))
-        return cls(layer, place, means, variances, rows)
+        return cls(layer, means.unbind(), variances.unbind())
 
     def next(self, count: float) -> tuple[Tensor, Tensor]:
         """The row of the next micro-batch.
@@ -68,8 +62,21 @@ class _Statistics:
         Args:
             count: Its values per channel.
         """
+        m = len(self.count)
         self.count.append(count)
-        return self.rows[len(self.count) - 1]
+        return self.mean[m], self.variance[m]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A layer in the running micro-batch: what it had before, and how often it has run."""
+
+    momentum: float | None
+    buffers: dict[str, Tensor | None]
+    uses: int = 0
+
+
+_BUFFERS = "running_mean", "running_var", "num_batches_tracked"
 
 
 class DeferredBatchNorm:
@@ -80,13 +87,19 @@ class DeferredBatchNorm:
         deferred: Whether running statistics move once per mini-batch; otherwise they move with
             every micro-batch. Either way a recompute never moves them.
         across: The object channel over the replicas; None: there is one.
+        together: Whether all layers are where this is; else what moves one can't move others.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], deferred: bool, across: ObjectChannel | None = None
+        self,
+        modules: Iterable[nn.Module],
+        deferred: bool,
+        across: ObjectChannel | None = None,
+        together: bool = True,
     ) -> None:
         self._deferred = deferred
         self._across = across
+        self._together = together
         self._shares: list[float] = []
         self._micro_batches = 0
         self._layers = [m for m in modules if isinstance(m, _NormBase)]
@@ -94,8 +107,7 @@ class DeferredBatchNorm:
             layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             for layer in self._layers
         ]
-        #: Of each layer that has run in the running micro-batch what it had before, and its uses.
-        self._active: dict[_NormBase, _Before] | None = None
+        self._active: dict[_NormBase, _Running] | None = None
         self._recompute = False
         self._seen: dict[_NormBase, list[_Statistics]] = {}
 
@@ -140,13 +152,14 @@ class DeferredBatchNorm:
 
     @contextmanager
     def _micro_batch(self, recompute: bool) -> Iterator[None]:
-        self._active, self._recompute = {}, recompute
+        self._active = active = dict[_NormBase, _Running]()
+        self._recompute = recompute
         try:
             yield
         finally:
-            active, self._active = self._active, None
+            self._active = None
             for layer, before in active.items():
-                layer.__dict__["momentum"] = before.momentum
+                layer.momentum = before.momentum
                 layer._buffers.update(before.buffers)
 
     @torch.no_grad()
@@ -156,15 +169,20 @@ class DeferredBatchNorm:
         Call once all its micro-batches are forwarded.
         """
         seen, self._seen = self._seen, {}
-        alike: dict[Any, list[_Statistics]] = defaultdict(list)
-        for use in (use for uses in seen.values() for use in uses):
+        uses = [use for of_layer in seen.values() for use in of_layer]
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for i, use in enumerate(uses):
             if isinstance(use.layer, nn.SyncBatchNorm):  # the statistics are of all replicas
                 use.count = [n * s for n, s in zip(use.count, self._shares, strict=True)]
-            over_batch, mean = isinstance(use.layer, _BatchNorm), use.mean
-            kind = use.place, over_batch, len(use.count), mean.device, mean.dtype
-            alike[kind].append(use)
-        for (_, over_batch, *_), uses in sorted(alike.items(), key=lambda item: item[0][0]):
-            _move(uses, over_batch, *_pooled(uses, over_batch))
+            over_batch, mean = isinstance(use.layer, _BatchNorm), use.mean[0]
+            alone = -1 if self._together else i
+            alike[over_batch, len(use.count), mean.device, mean.dtype, alone].append(i)
+        moves: dict[int, tuple[Tensor, Tensor]] = {}
+        for (over_batch, *_), places in alike.items():
+            pooled = _pooled([uses[i] for i in places], over_batch)
+            moves.update(zip(places, pooled, strict=True))
+        for i, use in enumerate(uses):
+            _move(use.layer, *moves[i])
 
     def _before_forward(
         self, layer: _NormBase, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -189,37 +207,27 @@ class DeferredBatchNorm:
                 " variance: lower `chunks`, so that every micro-batch has at least two samples. For"
                 " a small last batch use DataLoader(drop_last=True)."
             )
-        before = active.get(layer)
-        if before is None:
-            before = active[layer] = _Before(layer.momentum, buffers.copy())
+        running = active.get(layer)
+        if running is None:
+            before = {name: buffers.get(name) for name in _BUFFERS}
+            running = active[layer] = _Running(layer.momentum, before)
         if self._recompute:
             row = torch.zeros_like(mean), torch.zeros_like(variance)
         else:
             uses = self._seen.setdefault(layer, [])
-            if before.uses == len(uses):
-                uses.append(_Statistics.of(layer, before.uses, mean, self._micro_batches))
-            row = uses[before.uses].next(count)
-            before.uses += 1
+            if running.uses == len(uses):
+                uses.append(_Statistics.of(layer, mean, self._micro_batches))
+            row = uses[running.uses].next(count)
+            running.uses += 1
         buffers["running_mean"], buffers["running_var"] = row
         buffers["num_batches_tracked"] = (
             torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
         )
-        layer.__dict__["momentum"] = 1.0
+        layer.momentum = 1.0
 
 
-@dataclass(slots=True)
-class _Before:
-    """What a layer had before it was pointed at scratch rows, and how often it has run since."""
-
-    momentum: float | None
-    buffers: dict[str, Any]
-    uses: int = 0
-
-
-def _pooled(
-    uses: Sequence[_Statistics], over_batch: bool
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The means and unbiased variances of a mini-batch, of each use.
+def _pooled(uses: Sequence[_Statistics], over_batch: bool) -> list[tuple[Tensor, Tensor]]:
+    """The mean and the unbiased variance of a mini-batch, of each use.
 
     With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ n_m, μ
     = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is positive, so
@@ -230,12 +238,14 @@ def _pooled(
         over_batch: Whether they normalise over the samples, unlike InstanceNorm.
     """
     # channels of all uses side by side: a few operations for all of them
-    widths, rows = [use.mean.shape[1] for use in uses], range(len(uses[0].count))
-    dtype = torch.promote_types(uses[0].mean.dtype, torch.float32)
-    means = torch.cat([use.mean[: len(rows)] for use in uses], 1).to(dtype)
-    variances = torch.cat([use.variance[: len(rows)] for use in uses], 1).to(dtype)
+    widths, rows = [len(use.mean[0]) for use in uses], range(len(uses[0].count))
+    dtype = torch.promote_types(uses[0].mean[0].dtype, torch.float32)
+    means = torch.cat([use.mean[m] for m in rows for use in uses])
+    variances = torch.cat([use.variance[m] for m in rows for use in uses])
+    means, variances = (found.view(len(rows), -1).to(dtype) for found in (means, variances))
     counts = torch.tensor([[use.count[m] for use in uses] for m in rows], dtype=dtype, device="cpu")
-    count = counts.repeat_interleave(torch.tensor(widths, device="cpu"), 1).to(means.device)
+    count = counts.repeat_interleave(torch.tensor(widths, device="cpu"), 1)
+    count = count.to(means.device, non_blocking=True)
     total = _sum(count)
     if not over_batch:
         mean, variance = _sum(count * means) / total, _sum(count * variances) / total
@@ -244,7 +254,7 @@ def _pooled(
         pooled_shift = _sum(count * shift) / total
         spread = (count - 1) * variances + count * (shift - pooled_shift).square()
         mean, variance = means[0] + pooled_shift, _sum(spread) / (total - 1)
-    return mean.split(widths), variance.split(widths)
+    return list(zip(mean.split(widths), variance.split(widths), strict=True))
 
 
 def _sum(rows: Tensor) -> Tensor:
@@ -259,34 +269,25 @@ def _sum(rows: Tensor) -> Tensor:
     return total
 
 
-def _move(
-    uses: Sequence[_Statistics],
-    over_batch: bool,
-    means: Sequence[Tensor],
-    variances: Sequence[Tensor],
-) -> None:
-    """Fold the statistics of a mini-batch into the running ones of layers, each there once."""
-    moved: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    counters: list[Tensor] = []
-    for use, mean, variance in zip(uses, means, variances, strict=True):
-        layer, tracked = use.layer, use.layer.num_batches_tracked
-        if layer.running_mean is None or layer.running_var is None:
-            continue
-        if tracked is not None and over_batch:
-            counters.append(tracked)
-        running, seen = [layer.running_mean, layer.running_var], [mean, variance]
-        if layer.momentum is None and over_batch and tracked is not None:
-            # the cumulative average; a share on the device stays there, so no host waits
-            share = (tracked + 1).to(mean.dtype).reciprocal()
-            torch._foreach_mul_(running, 1 - share)
-            torch._foreach_add_(running, torch._foreach_mul(seen, share))
-            continue
-        alone = float(over_batch)  # InstanceNorm knows no cumulative average
-        into = moved[alone if layer.momentum is None else layer.momentum]
-        into[0].extend(running)
-        into[1].extend(seen)
-    for momentum, (running, seen) in moved.items():
-        torch._foreach_mul_(running, 1 - momentum)
-        torch._foreach_add_(running, seen, alpha=momentum)
-    if counters:
-        torch._foreach_add_(counters, 1)
+def _move(layer: _NormBase, mean: Tensor, variance: Tensor) -> None:
+    """Fold the statistics of a mini-batch into a layer's running ones."""
+    running_mean, running_variance = layer.running_mean, layer.running_var
+    if running_mean is None or running_variance is None:
+        return
+    tracked, momentum = layer.num_batches_tracked, layer.momentum
+    over_batch = isinstance(layer, _BatchNorm)
+    if tracked is not None and over_batch:
+        tracked.add_(1)
+    share: Tensor | float = 0.0 if momentum is None else momentum
+    if momentum is None and over_batch:  # cumulative average; InstanceNorm knows none
+        share = 1.0 if tracked is None else tracked.to(mean.dtype).reciprocal()
+    _move_by(running_mean, mean, share)
+    _move_by(running_variance, variance, share)
+
+
+def _move_by(running: Tensor, seen: Tensor, share: Tensor | float) -> None:
+    """Fold a statistic into a running one. A share on the device stays there: no host waits."""
+    if isinstance(share, Tensor):
+        running.mul_(1 - share).add_(seen * share)
+    else:
+        running.mul_(1 - share).add_(seen, alpha=share)

@@ -57,7 +57,10 @@ def _attributes(module: nn.Module) -> list[Tensor]:
 
     def is_seen(value: Any) -> bool:
         """Whether it was looked into before: a dict may contain itself."""
-        return id(value) in seen or seen.setdefault(id(value), value) is not value
+        if id(value) in seen:
+            return True
+        seen[id(value)] = value
+        return False
 
     # a proxy claims to be of another class, or fails to tell
     return [leaf for leaf in tree_leaves(values, is_seen) if issubclass(type(leaf), Tensor)]

@@ -47,18 +47,18 @@ class Stopwatch:
 
     def start(self) -> None:
         """Come to an action, and to all that belongs to it, such as its messages."""
+        self._start = self._end = None
         if self.recordings:
-            self._end = None
             self._worked, self._start = time.thread_time(), self._now()
 
     def begin(self) -> None:
         """Begin the layers of an action."""
-        if self.recordings:
+        if self._start is not None:
             self._begin, self._worked_inside = self._now(), time.thread_time()
 
     def end(self) -> None:
         """End them."""
-        if self.recordings:
+        if self._start is not None:
             self._worked += time.thread_time() - self._worked_inside
             self._end = self._now()
 
@@ -72,7 +72,6 @@ class Stopwatch:
         row = action, self.section, self._start, self._begin, self._end, done, beside, False
         for recording in self.recordings:
             recording.rows.append(row)
-        self._end = None
 
     def begin_outside(self) -> None:
         """Begin code of the user's outside the backbone."""

@@ -249,7 +249,7 @@ class Uncut:
             inside = {id(module) for module in self.body.modules()}
             modules = [*self.module.modules()]
             outside = [m for m in modules if id(m) not in inside]
-            batch_norm = DeferredBatchNorm(outside, deferred, groups.siblings)
+            batch_norm = DeferredBatchNorm(outside, deferred, groups.siblings, together=False)
             steps = PerMicroBatch(
                 rank, schedules.make, self.seed, placement.holders, known, batch_norm, modules
             )

@@ -39,6 +39,12 @@ SUITES = {
         "",
         None,
     ),
+    "monitor": (
+        "What PipelineMonitor costs, and measures",
+        "The same processes run turns of 20 steps with it and without it, and it logs once in a"
+        " turn; by default it does so once in 50 steps.",
+        None,
+    ),
 }
 
 

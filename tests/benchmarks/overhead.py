@@ -2,13 +2,14 @@
 
 ``plain``: one stage, one micro-batch, nothing recomputed, against a Trainer without a strategy, on
 a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as
-it is, on the conv net, one stage, 4 micro-batches. Both are medians of the rounds' ratios, in
-several launches. ``actions``: the engine's time for each forward and backward of a micro-batch of
-layers that do next to nothing, from steps of 64 and of 192 micro-batches, with a profile.
-``chunks``: the step's time for each micro-batch, from 8 to 512, over the same for 8. ``messages``:
-half of the way there and back between two processes of one machine, alone and beside processes that
-compute. ``cut``: from ``fit`` until the first step of a model of 1,000 layers. ``balance``: steps
-balanced by time over those balanced by operations, with layers that take long and compute little.
+it is, on the conv net, one stage, 4 micro-batches. These and ``balance`` are medians of the rounds'
+ratios, in several launches. ``actions``: the engine's time for each forward and backward of a
+micro-batch of layers that do next to nothing, from steps of 64 and of 192 micro-batches, with a
+profile. ``chunks``: the step's time for each micro-batch, from 8 to 512, over the same for 8.
+``messages``: half of the way there and back between two processes of one machine, alone and beside
+processes that compute. ``cut``: from ``fit`` until the first step of a model of 1,000 layers.
+``balance``: steps balanced by time over those balanced by operations, with layers that take long
+and compute little.
 """
 
 from __future__ import annotations

@@ -158,16 +158,17 @@ def take_turns(
         By name what they did.
     """
     results = {contestant.name: Result() for contestant in contestants}
-    for _ in range(launches):
+    for launch in range(launches):
         left = [c for c in contestants if results[c.name].error is None]
-        _launch(left, results, -(-rounds // launches), steps, warm_up, timeout_s, exact_memory)
+        numbers = range(launch * rounds // launches, (launch + 1) * rounds // launches)
+        _launch(left, results, numbers, steps, warm_up, timeout_s, exact_memory)
     return results
 
 
 def _launch(
     contestants: Sequence[Contestant],
     results: dict[str, Result],
-    rounds: int,
+    rounds: range,
     steps: int,
     warm_up: int,
     timeout_s: float,
@@ -179,11 +180,11 @@ def _launch(
             group = _Group(contestant, exact_memory)
             groups[contestant.name] = group
             results[contestant.name].error = group.wait_all(timeout_s)
-        for number in range(-warm_up, rounds):
+        for number in range(rounds.start - warm_up, rounds.stop):
             names = [name for name in groups if results[name].error is None]
             first = number % max(len(names), 1)
             for name in names[first:] + names[:first]:
-                groups[name].turn(results[name], steps, number >= 0, timeout_s)
+                groups[name].turn(results[name], steps, number in rounds, timeout_s)
     finally:
         for group in groups.values():
             group.end()
