@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from functools import cache
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +101,29 @@ def test_batch_norm_outside_the_backbone() -> None:
             key = f"before.{name}"
             torch.testing.assert_close(found[key], plain[key], rtol=0, atol=1e-12)
         assert found["behind.num_batches_tracked"] == 1
+
+
+class Draws(models.Language):
+    """Draws from Python's and NumPy's generators on both sides of the backbone."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.backbone(self.embed(tokens) * (1 + random.random()))
+        logits: Tensor = self.head(hidden * (1 + random.random() + float(numpy.random.rand())))
+        return logits
+
+
+def drawn(stages: int) -> dict[str, Tensor]:
+    """Train with numbers that the step draws."""
+    strategy = GPipeStrategy(4, stages=stages, step="micro-batch")
+    options: dict[str, Any] = {"devices": stages, "strategy": strategy}
+    return train(Draws(), max_steps=3, limit_val_batches=0, **options)
+
+
+def test_what_the_step_draws_does_not_depend_on_the_stages() -> None:
+    expected = run_ranks(drawn, 1, 1)[0]
+    for stages in (2, 3):
+        found = run_ranks(drawn, stages, stages)[0]
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @cache

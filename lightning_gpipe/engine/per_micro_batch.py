@@ -249,6 +249,7 @@ class PerMicroBatch:
             output, leaves = self._call(running, given, run_layer)
         watch.begin_outside()
         self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
+        self._seeds.behind_backbone(running.m)
         return output
 
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:

@@ -137,6 +137,10 @@ class StepSeeds:
         if not call:
             seed_global(seed)
 
+    def behind_backbone(self, m: int) -> None:
+        """Seed Python's and NumPy's generators, which each rank's layers have left elsewhere."""
+        seed_global(seed_of(*self.run, *self.step, m, -1))
+
 
 def seed_of(*key: int) -> int:
     """A seed that depends on all numbers of a key."""
