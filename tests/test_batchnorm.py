@@ -176,6 +176,38 @@ def test_one_value_per_channel_is_refused_with_the_remedy() -> None:
         layer(torch.randn(1, 3))
 
 
+class Assigning(nn.BatchNorm1d):
+    """Puts other tensors in the places of its statistics."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        momentum = 0.1 if self.momentum is None else self.momentum
+        self.running_mean = (1 - momentum) * self.running_mean + momentum * input.mean(0)
+        self.running_var = (1 - momentum) * self.running_var + momentum * input.var(0)
+        return input - input.mean(0)
+
+
+def test_a_layer_may_assign_its_statistics() -> None:
+    torch.manual_seed(0)
+    layer, reference = Assigning(3), nn.BatchNorm1d(3)
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    for _ in range(2):
+        first, second = torch.randn(2, 8, 3)
+        deferred.begin([4, 4])
+        for m in range(2):
+            with deferred.micro_batch(recompute=False):
+                layer(first[4 * m : 4 * m + 4])
+                layer(second[4 * m : 4 * m + 4])
+            with deferred.micro_batch(recompute=True):
+                layer(first[4 * m : 4 * m + 4])
+        deferred.finish()
+        reference(first)
+        reference(second)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(layer, name), getattr(reference, name))
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_bits_are_the_same_whatever_layers_a_stage_has(momentum: float | None) -> None:
     torch.manual_seed(0)

@@ -69,11 +69,27 @@ class _Statistics:
 
 @dataclass(slots=True)
 class _Running:
-    """A layer in the running micro-batch: what it had before, and how often it has run."""
+    """A layer in the running micro-batch.
+
+    Args:
+        momentum: What it had before.
+        buffers: The same.
+        uses: How often it has run.
+        row: What it was pointed at last.
+    """
 
     momentum: float | None
     buffers: dict[str, Tensor | None]
     uses: int = 0
+    row: tuple[Tensor, ...] = ()
+
+    @torch.no_grad()
+    def keep(self, layer: _NormBase) -> None:
+        """Keep what a layer of the user's has put in the row's place, and not in the row."""
+        for name, row in zip(_BUFFERS, self.row, strict=False):
+            put = layer._buffers.get(name)
+            if put is not None and put is not row:
+                row.copy_(put)
 
 
 _BUFFERS = "running_mean", "running_var", "num_batches_tracked"
@@ -158,9 +174,10 @@ class DeferredBatchNorm:
             yield
         finally:
             self._active = None
-            for layer, before in active.items():
-                layer.momentum = before.momentum
-                layer._buffers.update(before.buffers)
+            for layer, running in active.items():
+                running.keep(layer)
+                layer.momentum = running.momentum
+                layer._buffers.update(running.buffers)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -211,6 +228,7 @@ class DeferredBatchNorm:
         if running is None:
             before = {name: buffers.get(name) for name in _BUFFERS}
             running = active[layer] = _Running(layer.momentum, before)
+        running.keep(layer)
         if self._recompute:
             row = torch.zeros_like(mean), torch.zeros_like(variance)
         else:
@@ -219,7 +237,7 @@ class DeferredBatchNorm:
                 uses.append(_Statistics.of(layer, mean, self._micro_batches))
             row = uses[running.uses].next(count)
             running.uses += 1
-        buffers["running_mean"], buffers["running_var"] = row
+        buffers["running_mean"], buffers["running_var"] = running.row = row
         buffers["num_batches_tracked"] = (
             torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
         )
