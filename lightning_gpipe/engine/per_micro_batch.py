@@ -282,13 +282,8 @@ class PerMicroBatch:
             self._outlines.check(name, made)
             leaves = self.outside.with_graph(running, m, tree, flags)
         else:
-            place = frozenset({groups.stages - 1})
             tree = self._outlines[name]
-            metas = iter(range(len(tree.leaves)))
-            leaves = [
-                self.trace.remote(leaf, next(metas), place) if isinstance(leaf, Tensor) else leaf
-                for leaf in tree.leaves
-            ]
+            leaves = self.trace.remotes(tree.leaves, frozenset({groups.stages - 1}))
         return tree.with_leaves(leaves).value(), [t for t in leaves if isinstance(t, Tensor)]
 
     def _begin(self, running: Running, context: ForwardContext) -> MiniBatch:

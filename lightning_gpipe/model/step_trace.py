@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -165,6 +166,14 @@ class StepTrace(TorchFunctionMode):
         """A tensor that :meth:`made` is about to number, on a stage that hasn't got it."""
         number = Number(self._micro_batch, self._calls + 1, output)
         return RemoteTensor.like(meta, self.device, Origin(number, where), meta.requires_grad)
+
+    def remotes(self, leaves: Iterable[Any], where: Where) -> list[Any]:
+        """Leaves with a :meth:`remote` tensor in place of each tensor."""
+        outputs = count()
+        return [
+            self.remote(leaf, next(outputs), where) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
 
     def is_here(self, value: Any) -> bool:
         """Whether this stage has all of a value."""
