@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_gpipe.comm.channel import Channel
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.comm.p2p import Receiver, Sender
+from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.tensors.tree import Tree
 from tests.ranks import RankError, run_ranks
 
@@ -96,6 +100,38 @@ def tree(value: Any) -> Tree:
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_arrives_in_order(seed: int) -> None:
     run_ranks(exchange, 2, seed, timeout_s=60)
+
+
+def waits(is_nearby: bool) -> list[float]:
+    """Seconds that taking each of two boundaries takes, and those of them that it waits for."""
+    timeout = timedelta(seconds=20)
+    groups = Groups.connect(2, 1, "gloo", torch.device("cpu"), timeout)
+    channel = groups.channel(1 - groups.stage, 0, "activations")
+    if not is_nearby:
+        group = groups.activations[0]
+        channel = replace(channel, data=group, headers=group)
+    sender, receiver = Sender(channel), Receiver(channel)
+    found = []
+    receiver.expect(range(2 * groups.stage), training=True)
+    for m in range(2):
+        if groups.stage == 0:
+            time.sleep(0.3)
+            sender.send(m, tree(torch.ones(3)), [True], training=True)
+        else:
+            start, before = time.perf_counter(), waiting.seconds
+            receiver.take(m)
+            found += [time.perf_counter() - start, waiting.seconds - before]
+    sender.flush()
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("is_nearby", [True, False])
+def test_waits_for_messages_are_told_from_work(is_nearby: bool) -> None:
+    found = run_ranks(waits, 2, is_nearby, timeout_s=60)[1]
+    for took, waited in zip(found[::2], found[1::2], strict=True):
+        assert took > 0.15
+        assert took - 0.1 < waited <= took
 
 
 def answer() -> None:

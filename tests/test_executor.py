@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import Executor, Links, Local
 from lightning_gpipe.engine.plan import Plan
@@ -173,7 +174,8 @@ def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None
     recording.resume()
     for m in range(3):
         watch.start()
-        time.sleep(0.2)  # for a message
+        with waiting:
+            time.sleep(0.2)  # for a message
         compute(0.02)
         watch.begin()
         compute(0.01)

@@ -29,6 +29,7 @@ from torch import Tensor
 from lightning_gpipe.comm.forks import keep_from_children
 from lightning_gpipe.comm.meeting import meet
 from lightning_gpipe.comm.shared_memory import SharedMemory, read
+from lightning_gpipe.comm.waiting import waiting
 
 _HEAD = struct.Struct("<3q")  # key, bytes, and the place in the sender's memory, or:
 _FOLLOWS = -1  # the message itself follows
@@ -196,13 +197,15 @@ class Nearby:
                     return
                 left_s = min(self._left_s(peer, give_up), _LONGEST_S)
                 if self._is_watched:  # by another thread, which takes what arrives
-                    self._turn.wait(left_s)
+                    with waiting:
+                        self._turn.wait(left_s)
                     continue
                 self._is_watched = True
                 poll, by_file = self._all()
             files: list[tuple[int, int]] = []
             try:
-                files = poll.poll(1000 * left_s)
+                with waiting:
+                    files = poll.poll(1000 * left_s)
             finally:
                 with self._turn:
                     self._is_watched = False

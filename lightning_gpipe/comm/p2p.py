@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
 from lightning_gpipe.comm.nearby import PointToPoint, Transfer, Work
-from lightning_gpipe.comm.packet import Layouts, Packet, Sent
+from lightning_gpipe.comm.packet import Layouts, Packet, Sent, wait_for
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.remembered import Place, Remembered
 from lightning_gpipe.comm.signature import Signature, TensorType
@@ -268,7 +268,7 @@ class Receiver:
         types, channel = signature.tensor_types, self.channel
         if slot.instead is not None:  # what was posted receives nothing of use
             for _, work in slot.beside or ():
-                _wait(work)
+                wait_for(work)
             return [self._tensor(k, p) for k, p in zip(types, slot.instead, strict=True)]
         packed = slot.packet.tensors(channel.device)
         if slot.memory.is_packed:
@@ -290,14 +290,14 @@ class Receiver:
     def _read_own_header(self, slot: _Slot) -> Signature:
         if slot.signature is not None:
             return slot.signature
-        _wait(slot.work)
+        wait_for(slot.work)
         training, m, blob_length = slot.packet.read()
         if slot.place != (training, m):
             raise self._other_than(slot.place[1], (training, m), slot.place[0])
         signature = slot.memory.signature
         if blob_length:
             blob, work = self._post_beside(blob_length)
-            _wait(work)
+            wait_for(work)
             signature = pickle.loads(blob.numpy().tobytes())
         if signature is None:
             raise RuntimeError(
@@ -320,7 +320,7 @@ class Receiver:
     def _tensor(self, kind: TensorType, pending: _Pending) -> Tensor:
         """Wait for a tensor's bytes, and bring them where they belong."""
         data, work = pending
-        _wait(work)
+        wait_for(work)
         if kind.device_type == self.channel.device.type:
             data = data.to(self.channel.device)
         return strides.from_bytes(data, kind.shape, kind.stride, kind.dtype)
@@ -365,8 +365,3 @@ class Receiver:
     def _post_beside(self, nbytes: int) -> _Pending:
         data = host_buffer(nbytes)
         return data, self.channel.receive(data, self.channel.headers, BESIDE)
-
-
-def _wait(work: Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_gpipe.comm.nearby import Work
+from lightning_gpipe.comm.nearby import Transfer, Work
 from lightning_gpipe.comm.packing import host_buffer
 from lightning_gpipe.comm.signature import TensorType
+from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.tensors import strides
 
 _HEAD = struct.Struct("<3q")
@@ -136,9 +137,18 @@ class Sent:
 
     def wait(self) -> None:
         """Wait until its memory isn't needed any more."""
-        self.work.wait()
+        wait_for(self.work)
         if isinstance(self.data, Packet):
             self.data.layout.give_back(self.data)
+
+
+def wait_for(work: Work | None) -> None:
+    """Wait for a message; None: there is nothing to wait for."""
+    if isinstance(work, Transfer):  # what it does itself isn't waiting
+        work.wait()
+    elif work is not None:
+        with waiting:
+            work.wait()
 
 
 def _is_plain(kind: TensorType) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd import profiler
 
+from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.schedule.actions import Action
 from lightning_gpipe.schedule.measured import Measured
 
@@ -22,8 +23,8 @@ _NOTHING = nullcontext()
 class Stopwatch:
     """Measures actions while somebody listens; see :class:`Recording`.
 
-    What the processor does beside the layers' work counts as a part of an action. A GPU doesn't
-    wait for it.
+    What the processor does beside the layers' work counts as a part of an action, but for waits. A
+    GPU doesn't wait for it.
 
     Args:
         device: Where they run. On a GPU it is the time there that counts.
@@ -38,7 +39,7 @@ class Stopwatch:
         self._now: Callable[[], _Mark] = _event if self.on_cuda else time.perf_counter
         self._since: _Mark = None
         self._start = self._begin = self._end = None
-        self._worked = self._worked_inside = 0.0
+        self._waited = self._waited_inside = 0.0
         self.recordings: list[Recording] = []
         #: Counts the parts of programs that all ranks of the pipeline run together.
         self.section = 0
@@ -49,17 +50,17 @@ class Stopwatch:
         """Come to an action, and to all that belongs to it, such as its messages."""
         self._start = self._end = None
         if self.recordings:
-            self._worked, self._start = time.thread_time(), self._now()
+            self._waited, self._start = waiting.seconds, self._now()
 
     def begin(self) -> None:
         """Begin the layers of an action."""
         if self._start is not None:
-            self._begin, self._worked_inside = self._now(), time.thread_time()
+            self._begin, self._waited_inside = self._now(), waiting.seconds
 
     def end(self) -> None:
         """End them."""
         if self._start is not None:
-            self._worked += time.thread_time() - self._worked_inside
+            self._waited += waiting.seconds - self._waited_inside
             self._end = self._now()
 
     def done(self, action: Action) -> None:
@@ -68,7 +69,9 @@ class Stopwatch:
             return
         done, beside = self._end, 0.0
         if not self.on_cuda:
-            done, beside = self._now(), time.thread_time() - self._worked
+            done = self._now()
+            waited = waiting.seconds - self._waited
+            beside = self._begin - self._start + done - self._end - waited
         row = action, self.section, self._start, self._begin, self._end, done, beside, False
         for recording in self.recordings:
             recording.rows.append(row)

@@ -1,14 +1,16 @@
 """What PipelineMonitor costs, and whether the bubbles that it measures are those that it expects.
 
-Cost: the same processes run turns of steps with the monitor and without it. It logs once in a turn
-of 20 steps; by default it does so once in 50. ``without, again`` shows the noise. Bubbles: on
-emulated devices.
+Cost: the same processes train mini-batches with the monitor and without it, in turns of one or two,
+so that what else the machine does slows both. In a round 20 are with it, and it logs once; by
+default it does so once in 50. ``without, again`` shows the noise. Bubbles: on emulated devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -27,6 +29,9 @@ from tests.ranks import run_ranks
 
 PARTS = ["cost", "bubbles"]
 _MODES = "without", "with PipelineMonitor", "without, again"
+_ON = 1
+#: The modes of mini-batches, again and again. The last of a round logs.
+_ORDER = 0, _ON, 2, 2, 0, _ON
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> None:
@@ -53,52 +58,54 @@ def run(arguments: argparse.Namespace) -> Iterator[Table]:
 def _cost(
     title: str, workload: Workload, stages: int, arguments: argparse.Namespace, **options: Any
 ) -> Table:
-    """Steps with the monitor over those without."""
-    rounds, steps, count = arguments.rounds, arguments.steps, len(_MODES)
-    contestant = Contestant("all", partial(_train, workload, options, steps), stages)
-    result = take_turns([contestant], rounds * count, steps, warm_up=count)["all"]
-    table = Table(f"PipelineMonitor, {title}", ["step, ms", "ratio, median of rounds"])
+    """Mini-batches with the monitor over those without."""
+    every = len(_ORDER) * math.ceil(arguments.steps / _ORDER.count(_ON))
+    contestant = Contestant("all", partial(_train, workload, options, every), stages)
+    result = take_turns([contestant], arguments.rounds, every, warm_up=1)["all"]
+    table = Table(f"PipelineMonitor, {title}", ["mini-batch, ms", "ratio, median of rounds"])
     if result.error:
-        table.rows = [(_MODES[1], result.error)]
+        table.rows = [(_MODES[_ON], result.error)]
         return table
-    found: list[list[float]] = [[] for _ in _MODES]
-    for number, seconds in enumerate(result.step_s, count):
-        found[_mode(number)].append(seconds)
-    for name, times in zip(_MODES, found, strict=True):
-        ratio = statistics.median(a / b for a, b in zip(times, found[0], strict=True))
-        table.rows.append((name, [1e3 * statistics.median(times), ratio]))
+    rounds = [notes[0]["mini_batch_s"] for notes in result.notes]
+    for mode, name in enumerate(_MODES):
+        seconds = statistics.median(round_[mode] for round_ in rounds)
+        ratio = statistics.median(round_[mode] / round_[0] for round_ in rounds)
+        table.rows.append((name, [1e3 * seconds, ratio]))
     return table
 
 
-def _mode(turn: int) -> int:
-    """Every round of turns begins with another mode."""
-    number, place = divmod(turn, len(_MODES))
-    return (number + place) % len(_MODES)
-
-
 class _OnAndOff(Turns):
-    """Takes the monitor away from the Trainer in some turns, and gives it back."""
+    """Takes the monitor away from the Trainer for some mini-batches, and gives it back."""
 
     def __init__(self, turn: Turn, monitor: PipelineMonitor) -> None:
         super().__init__(turn)
-        self._number, self._monitor = 0, monitor
+        turn.notes.append(self._mean_s)
+        self._monitor, self._place, self._since = monitor, 0, 0.0
+        self._seconds: list[list[float]] = [[] for _ in _MODES]
+
+    def _mean_s(self) -> dict[str, list[float]]:
+        """Of each mode the mean of its mini-batches in the round that has ended."""
+        means = [statistics.mean(seconds) for seconds in self._seconds]
+        self._seconds = [[] for _ in _MODES]
+        return {"mini_batch_s": means}
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *of_batch: Any) -> None:
-        is_new = not self._left
+        if self._place:
+            before = _ORDER[(self._place - 1) % len(_ORDER)]
+            self._seconds[before].append(time.perf_counter() - self._since)
         super().on_train_batch_start(trainer, *of_batch)
-        if not is_new:
-            return
         callbacks: list[L.Callback] = vars(trainer)["callbacks"]
         if self._monitor in callbacks:
             callbacks.remove(self._monitor)
-        if _mode(self._number) == 1:
+        if _ORDER[self._place % len(_ORDER)] == _ON:
             callbacks.append(self._monitor)  # its hook for this mini-batch is still to come
-        self._number += 1
+        self._place += 1
+        self._since = time.perf_counter()
 
 
 def _train(workload: Workload, options: dict[str, Any], every: int, turn: Turn) -> None:
-    monitor = PipelineMonitor()
+    monitor = PipelineMonitor(every)
     L.Trainer(
         accelerator="cpu",
         devices=turn.world_size,
@@ -107,7 +114,6 @@ def _train(workload: Workload, options: dict[str, Any], every: int, turn: Turn) 
         ),
         max_epochs=1,
         logger=_Bubbles(),
-        log_every_n_steps=every,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -2,14 +2,15 @@
 
 ``plain``: one stage, one micro-batch, nothing recomputed, against a Trainer without a strategy, on
 a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as
-it is, on the conv net, one stage, 4 micro-batches. These and ``balance`` are medians of the rounds'
-ratios, in several launches. ``actions``: the engine's time for each forward and backward of a
-micro-batch of layers that do next to nothing, from steps of 64 and of 192 micro-batches, with a
-profile. ``chunks``: the step's time for each micro-batch, from 8 to 512, over the same for 8.
-``messages``: half of the way there and back between two processes of one machine, alone and beside
-processes that compute. ``cut``: from ``fit`` until the first step of a model of 1,000 layers.
-``balance``: steps balanced by time over those balanced by operations, with layers that take long
-and compute little.
+it is, on the conv net, one stage, 4 micro-batches. In both the same process fits with the one and
+the other in turn, since a process is a few percent faster or slower than another for as long as it
+lives. These and ``balance`` are medians of the rounds' ratios, in several launches. ``actions``:
+the engine's time for each forward and backward of a micro-batch of layers that do next to nothing,
+from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's time for each
+micro-batch, from 8 to 512, over the same for 8. ``messages``: half of the way there and back
+between two processes of one machine, alone and beside processes that compute. ``cut``: from ``fit``
+until the first step of a model of 1,000 layers. ``balance``: steps balanced by time over those
+balanced by operations, with layers that take long and compute little.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -40,7 +41,7 @@ from lightning_gpipe.engine.executor import Executor
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
-from tests.benchmarks.contestants.lightning import Module, Same, Turns, gpipe, trainer
+from tests.benchmarks.contestants.lightning import Module, Same, Turns, gpipe
 from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, Result, Turn, launches_of, take_turns
 from tests.benchmarks.workloads import (
@@ -55,6 +56,7 @@ from tests.ranks import run_ranks
 
 PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut", "balance"]
 FEW, MANY = 64, 192
+_FIRST = 3  # steps of a fit that don't count
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> None:
@@ -72,30 +74,74 @@ def run(arguments: argparse.Namespace) -> Iterator[Table]:
 
 def _plain(arguments: argparse.Namespace) -> list[Table]:
     workload = transformer(blocks=2, width=128, length=64, batch=32)
-    ours = gpipe(workload, 1, 1, "never", "lightning-gpipe")
-    return [_ratio("One stage, one micro-batch, never", ours, trainer(workload, 1), arguments)]
+    ours = partial(GPipeStrategy, 1, checkpoint="never")
+    table = _same_processes(
+        workload, arguments, ("plain Trainer", _auto), ("lightning-gpipe", ours)
+    )
+    return [replace(table, title="One stage, one micro-batch, never")]
 
 
 def _norm(arguments: argparse.Namespace) -> list[Table]:
-    workload = conv_net(batch=16)
-    deferred = gpipe(workload, 1, 4, "never", "statistics per mini-batch")
-    as_it_is = gpipe(workload, 1, 4, "never", "nn.BatchNorm", deferred_batch_norm=False)
-    return [_ratio("Batch norm, one stage, M=4", deferred, as_it_is, arguments)]
+    deferred = partial(GPipeStrategy, 4, checkpoint="never")
+    as_it_is = partial(deferred, deferred_batch_norm=False)
+    tables = []
+    for batch in (16, 64):
+        modes = ("nn.BatchNorm", as_it_is), ("statistics per mini-batch", deferred)
+        table = _same_processes(conv_net(batch), arguments, *modes)
+        tables.append(replace(table, title=f"Batch norm, one stage, M=4, {batch} samples"))
+    return tables
 
 
-def _ratio(title: str, one: Contestant, other: Contestant, arguments: argparse.Namespace) -> Table:
-    results = take_turns(
-        [one, other], arguments.rounds, arguments.steps, warm_up=3, launches=arguments.launches
-    )
-    first, second = results[one.name], results[other.name]
-    ratios = [a / b for a, b in zip(first.step_s, second.step_s, strict=False)]
-    table = Table(title, ["step, ms", "ratio, median of rounds"])
-    for name, result, ratio in (
-        (other.name, second, 1.0),
-        (one.name, first, statistics.median(ratios) if ratios else float("nan")),
-    ):
-        table.rows.append((name, result.error or [1e3 * result.median_s, ratio]))
+def _auto() -> str:
+    return "auto"
+
+
+def _same_processes(
+    workload: Workload, arguments: argparse.Namespace, *modes: tuple[str, Callable[[], Any]]
+) -> Table:
+    """Fits in one process, with one strategy and the other in turn."""
+    contestant = Contestant("all", partial(_fits, workload, modes), 1)
+    rounds, steps, launches = arguments.rounds, arguments.steps, arguments.launches
+    result = take_turns([contestant], rounds, steps, warm_up=1, launches=launches)["all"]
+    table = Table("", ["step, ms", "ratio, median of rounds"])
+    first = modes[0][0]
+    for name, _ in modes:
+        seconds = [notes[0][name] for notes in result.notes]
+        ratios = [notes[0][name] / notes[0][first] for notes in result.notes]
+        figures = [1e3 * statistics.median(seconds), statistics.median(ratios)] if seconds else []
+        table.rows.append((name, result.error or figures))
     return table
+
+
+def _fits(workload: Workload, modes: Sequence[tuple[str, Callable[[], Any]]], turn: Turn) -> None:
+    module, found = Module(workload), dict[str, float]()
+    turn.notes.append(lambda: found)
+    for steps in turn.rounds():
+        modes = modes[::-1]
+        for name, strategy in modes:
+            times = _Times()
+            L.Trainer(
+                accelerator="cpu",
+                devices=1,
+                strategy=strategy(),
+                max_steps=_FIRST + steps + 1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[times],
+            ).fit(module, DataLoader(Same(partial(workload.batch, 1)), batch_size=None))
+            found[name] = (times.starts[-1] - times.starts[_FIRST]) / steps
+
+
+class _Times(L.Callback):
+    """When each step of a fit began."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
 
 
 def _actions(arguments: argparse.Namespace) -> list[Table]:
@@ -258,6 +304,21 @@ def _until_step(workload: Workload, balance: Any, turn: Turn) -> None:
         enable_model_summary=False,
         callbacks=[First(), Turns(turn)],
     ).fit(module, DataLoader(Same(partial(workload.batch, 8)), batch_size=None))
+
+
+def _ratio(title: str, one: Contestant, other: Contestant, arguments: argparse.Namespace) -> Table:
+    results = take_turns(
+        [one, other], arguments.rounds, arguments.steps, warm_up=3, launches=arguments.launches
+    )
+    first, second = results[one.name], results[other.name]
+    ratios = [a / b for a, b in zip(first.step_s, second.step_s, strict=False)]
+    table = Table(title, ["step, ms", "ratio, median of rounds"])
+    for name, result, ratio in (
+        (other.name, second, 1.0),
+        (one.name, first, statistics.median(ratios) if ratios else float("nan")),
+    ):
+        table.rows.append((name, result.error or [1e3 * result.median_s, ratio]))
+    return table
 
 
 def _balance(arguments: argparse.Namespace) -> list[Table]:

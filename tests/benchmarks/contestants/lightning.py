@@ -1,4 +1,4 @@
-"""This package through the Trainer, in both step modes, and a Trainer without a strategy."""
+"""This package through the Trainer, in both step modes."""
 
 from __future__ import annotations
 
@@ -87,11 +87,6 @@ def gpipe(
     name = name or f"lightning-gpipe, {options.get('step', 'mini-batch')} step"
     strategy = partial(GPipeStrategy, chunks, checkpoint=checkpoint, **options)
     return Contestant(name, partial(_train, workload, chunks, strategy, callbacks), stages)
-
-
-def trainer(workload: Workload, chunks: int) -> Contestant:
-    """A Trainer alone, over whole mini-batches, in one process."""
-    return Contestant("plain Trainer", partial(_train, workload, chunks, lambda: "auto", list), 1)
 
 
 def _train(
