@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.engine.randomness import _have_moved, seed_global
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 from tests.in_process import InProcess, trained
 
@@ -122,6 +123,23 @@ def drawn_late(draw: str, mode: Checkpoint) -> list[float]:
 
 @pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
 def test_a_layer_that_begins_to_draw_late_recomputes_what_it_drew(draw: str) -> None:
-    forward = drawn_late(draw, "never")
+    with pytest.warns(UserWarning, match="has begun to draw"):
+        forward = drawn_late(draw, "never")
     assert len(set(forward)) == len(forward) == 4
-    assert drawn_late(draw, "always") == [*forward, *forward[2:], *forward[:2]]
+    with pytest.warns(UserWarning, match="has begun to draw"):
+        assert drawn_late(draw, "always") == [*forward, *forward[2:], *forward[:2]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "draw", [random.random, random.gauss, np.random.rand, np.random.randn, np.random.randint]
+)
+def test_it_is_noticed_that_a_layer_draws(draw: Callable[..., Any], count: int) -> None:
+    arguments = [0.0, 1.0] if draw is random.gauss else [9] if draw is np.random.randint else []
+    for seed in range(100):
+        seed_global(seed)
+        for _ in range(count):
+            draw(*arguments)
+        assert _have_moved(seed)
+        seed_global(seed)
+        assert not _have_moved(seed)

@@ -11,6 +11,7 @@ import hashlib
 import random
 import struct
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,14 @@ from torch import nn
 from lightning_gpipe.tensors.random_state import seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
+_BETWEEN_LOOKS = 8  # calls from one in which all layers together are watched to the next, later on
 _MASK = 2**63 - 1
+_BEGAN_LATE = (
+    "A layer of the backbone has begun to draw from Python's or NumPy's generator, which no layer"
+    " did in the first steps. What it has drawn so far depends on the number of stages; from now on"
+    " it doesn't. Draw from torch's generators, or from the first step on, for the same numbers"
+    " with any number of stages."
+)
 # Odd, so that seeds differ, and so do their lower halves, of which a generator may make all.
 _BETWEEN_LAYERS, _BETWEEN_MICRO_BATCHES = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
@@ -40,19 +48,22 @@ class LayerRandomness:
         self._all, self._first = frozenset(layers), min(layers, default=0)
         self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
         self._draw: set[int] = set()
-        self._looks: dict[tuple[bool, ...], int] = {}
+        self._calls: dict[tuple[bool, ...], int] = {}
 
-    def begin(self, modes: tuple[bool, ...]) -> frozenset[int]:
+    def begin(self, modes: tuple[bool, ...]) -> tuple[frozenset[int], bool]:
         """Begin a call.
 
         Args:
             modes: Which modules are in training: in others other layers may draw.
 
         Returns:
-            The layers before which Python's and NumPy's generators are seeded.
+            The layers before which Python's and NumPy's generators are seeded, and whether it is
+            looked whether others draw from them.
         """
-        looks = self._looks[modes] = self._looks.get(modes, 0) + 1
-        return self._all if looks <= _CLOSE_LOOKS else frozenset(self._draw)
+        calls = self._calls[modes] = self._calls.get(modes, 0) + 1
+        if calls <= _CLOSE_LOOKS:
+            return self._all, True
+        return frozenset(self._draw), calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -108,7 +119,8 @@ class LayerRandomness:
     def look_at_all(self, base: int) -> None:
         """Look closely again, if a layer drew of which it wasn't known."""
         if _have_moved(_seed_of_layer(base, self._first)):
-            self._looks.clear()
+            self._calls.clear()
+            warnings.warn(_BEGAN_LATE, stacklevel=2)
 
 
 @dataclass(slots=True)
@@ -171,10 +183,9 @@ def _have_moved(seed: int) -> bool:
 
 
 def _next_numbers() -> tuple[Any, ...]:
+    # no normal distribution: NumPy throws away numbers for it, so others may lead to the same ones
     numpy = sys.modules.get("numpy")
-    # NumPy keeps every second number of a normal distribution: of two, the first may be that
-    own = () if numpy is None else (*numpy.random.standard_normal(2), numpy.random.random())
-    return random.gauss(0.0, 1.0), random.getrandbits(64), *own
+    return random.getrandbits(64), numpy.random.random() if numpy is not None else None
 
 
 def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:
