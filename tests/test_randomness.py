@@ -130,6 +130,30 @@ def test_a_layer_that_begins_to_draw_late_recomputes_what_it_drew(draw: str) -> 
         assert drawn_late(draw, "always") == [*forward, *forward[2:], *forward[:2]]
 
 
+@pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
+def test_who_draws_from_the_first_step_on_does_not_hide_who_begins_late(draw: str) -> None:
+    found = []
+    for cut in (4,), (2, 2), (1, 1, 1, 1):
+        drawn: list[float] = []
+
+        def note(noise: Noise, drawn: list[float] = drawn) -> float:
+            drawn.append(DRAWS[draw](noise))
+            return drawn[-1]
+
+        never, late = 10**6, 2 * 4  # steps of micro-batches
+        layers = nn.Sequential(*(Noise(note, since) for since in (0, never, never, late))).double()
+        pipeline = InProcess(layers, cut, 4, "never")
+        steps = inputs()
+        for step in range(2):
+            pipeline.step(steps[step], step)
+        with pytest.warns(UserWarning, match="has begun to draw"):
+            pipeline.step(steps[2], 2)
+        pipeline.step(steps[3], 3)
+        found.append(sorted(drawn[-8:]))
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 8
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "draw", [random.random, random.gauss, np.random.rand, np.random.randn, np.random.randint]

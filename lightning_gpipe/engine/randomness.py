@@ -26,8 +26,8 @@ _CLOSE_LOOKS = 2  # calls in which every layer is watched
 _BETWEEN_LOOKS = 8  # calls from one in which all layers together are watched to the next, later on
 _MASK = 2**63 - 1
 _BEGAN_LATE = (
-    "A layer of the backbone has begun to draw from Python's or NumPy's generator, which no layer"
-    " did in the first steps. What it has drawn so far depends on the number of stages; from now on"
+    "A layer of the backbone has begun to draw from Python's or NumPy's generator, which it didn't"
+    " in the first steps. What it has drawn so far may depend on the number of stages; from now on"
     " it doesn't. Draw from torch's generators, or from the first step on, for the same numbers"
     " with any number of stages."
 )
@@ -49,6 +49,7 @@ class LayerRandomness:
         self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
         self._draw: set[int] = set()
         self._calls: dict[tuple[bool, ...], int] = {}
+        self._is_late = False
 
     def begin(self, modes: tuple[bool, ...]) -> tuple[frozenset[int], bool]:
         """Begin a call.
@@ -61,9 +62,11 @@ class LayerRandomness:
             looked whether others draw from them.
         """
         calls = self._calls[modes] = self._calls.get(modes, 0) + 1
-        if calls <= _CLOSE_LOOKS:
-            return self._all, True
-        return frozenset(self._draw), calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
+        is_looked_at = calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
+        self._is_late = calls > _CLOSE_LOOKS
+        # known ones that draw would hide others
+        closely = not self._is_late or (is_looked_at and self._draw)
+        return self._all if closely else frozenset(self._draw), is_looked_at
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -114,12 +117,17 @@ class LayerRandomness:
         seed = _seed_of_layer(base, index)
         if _have_moved(seed):
             self._draw.add(index)
+            self._warn_if_late()
         seed_global(seed)
 
     def look_at_all(self, base: int) -> None:
         """Look closely again, if a layer drew of which it wasn't known."""
         if _have_moved(_seed_of_layer(base, self._first)):
             self._calls.clear()
+            self._warn_if_late()
+
+    def _warn_if_late(self) -> None:
+        if self._is_late:
             warnings.warn(_BEGAN_LATE, stacklevel=2)
 
 

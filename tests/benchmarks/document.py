@@ -41,8 +41,8 @@ SUITES = {
     ),
     "monitor": (
         "What PipelineMonitor costs, and measures",
-        "The same processes run turns of 20 steps with it and without it, and it logs once in a"
-        " turn; by default it does so once in 50 steps.",
+        "The same processes train one or two mini-batches with it, then without it, and so on. It"
+        " logs once in 20 with it; by default it does so once in 50.",
         None,
     ),
 }
