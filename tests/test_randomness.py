@@ -28,7 +28,7 @@ class Noise(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.generator = torch.Generator().manual_seed(5)
         self.held: dict[str, Any] = {"torch": torch.Generator().manual_seed(6)}
-        self.listed = [random.Random(7), np.random.default_rng(8)]
+        self.listed = [random.Random(7), np.random.default_rng(8), np.random.RandomState(9)]
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -43,6 +43,7 @@ DRAWS: dict[str, Callable[[Noise], float]] = {
     "in a dict": lambda noise: float(torch.rand((), generator=noise.held["torch"])),
     "its own Random": lambda noise: noise.listed[0].random(),
     "its own NumPy generator": lambda noise: float(noise.listed[1].random()),
+    "its own RandomState": lambda noise: float(noise.listed[2].random_sample()),
 }
 
 
@@ -101,6 +102,21 @@ def test_the_code_outside_sees_one_stream(draw: str) -> None:
     second = [DRAWS[draw](layers[0])]  # type: ignore[arg-type]
     pipeline.step(inputs()[0])
     second.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
+    assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:.*has begun to draw")
+@pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
+def test_the_code_outside_sees_one_stream_whoever_begins_to_draw(draw: str) -> None:
+    layers = layers_of(draw, since=10 * 2)
+    pipeline = InProcess(layers, (2, 2), 2, "never")
+    first, second = [], []
+    for step in range(20):
+        seed_all()
+        first.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
+        seed_all()
+        pipeline.step(inputs()[0], step)
+        second.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
     assert first == second
 
 

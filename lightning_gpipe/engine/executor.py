@@ -213,21 +213,16 @@ class Executor:
         self.announce(actions, batch)
         last = {action.stage: action for action in actions}
         layers_run = any(action.op in ("F", "R") for action in actions)
-        all_seeded = _are_all_seeded(actions, batch)
-        with self.preserved_generators(all_seeded) if layers_run else nullcontext():
+        with self.preserved_generators() if layers_run else nullcontext():
             for action in actions:
                 is_last = before_last is not None and action is last[action.stage]
                 also = before_last(action.stage) if before_last and is_last else None
                 self.do(action, batch, retain, also)
 
     @contextmanager
-    def preserved_generators(self, of_all: bool = True) -> Iterator[None]:
-        """Put random generators that layers draw from back at the end.
-
-        Args:
-            of_all: Whether Python's and NumPy's, too.
-        """
-        with preserved(self.watch.device, of_all), ExitStack() as stack:
+    def preserved_generators(self) -> Iterator[None]:
+        """Put all random generators that layers draw from back at the end."""
+        with preserved(self.watch.device), ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(stage.preserved_generators())
             yield
@@ -368,10 +363,3 @@ class Executor:
 
     def _gradients_in(self, stage: int, batch: MiniBatch) -> Source:
         return self._links[stage].gradients_in or batch.output_side
-
-
-def _are_all_seeded(actions: Sequence[Action], batch: MiniBatch) -> bool:
-    """Whether Python's and NumPy's generators are seeded for actions, not torch's alone."""
-    return any(call.seeded or call.is_looked_at for call in batch.calls.values()) or any(
-        op in ("F", "R") and (stage, m) not in batch.kept for stage, op, m in actions
-    )

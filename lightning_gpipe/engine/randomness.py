@@ -23,13 +23,13 @@ from torch import nn
 from lightning_gpipe.tensors.random_state import seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
-_BETWEEN_LOOKS = 8  # calls from one in which all layers together are watched to the next, later on
+_BETWEEN_LOOKS = 8  # where layers that draw hide others: so many calls more, and then each eighth
 _MASK = 2**63 - 1
 _BEGAN_LATE = (
     "A layer of the backbone has begun to draw from Python's or NumPy's generator, which it didn't"
-    " in the first steps. What it has drawn so far may depend on the number of stages; from now on"
-    " it doesn't. Draw from torch's generators, or from the first step on, for the same numbers"
-    " with any number of stages."
+    " in the first steps. What it draws may depend on the number of stages until it is known"
+    " which one it is: the next two steps find out, if it draws in them. Draw from torch's"
+    " generators, or from the first step on, for the same numbers with any number of stages."
 )
 # Odd, so that seeds differ, and so do their lower halves, of which a generator may make all.
 _BETWEEN_LAYERS, _BETWEEN_MICRO_BATCHES = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
@@ -51,22 +51,20 @@ class LayerRandomness:
         self._calls: dict[tuple[bool, ...], int] = {}
         self._is_late = False
 
-    def begin(self, modes: tuple[bool, ...]) -> tuple[frozenset[int], bool]:
+    def begin(self, modes: tuple[bool, ...]) -> frozenset[int]:
         """Begin a call.
 
         Args:
             modes: Which modules are in training: in others other layers may draw.
 
         Returns:
-            The layers before which Python's and NumPy's generators are seeded, and whether it is
-            looked whether others draw from them.
+            The layers before which Python's and NumPy's generators are seeded.
         """
         calls = self._calls[modes] = self._calls.get(modes, 0) + 1
-        is_looked_at = calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
         self._is_late = calls > _CLOSE_LOOKS
-        # known ones that draw would hide others
-        closely = not self._is_late or (is_looked_at and self._draw)
-        return self._all if closely else frozenset(self._draw), is_looked_at
+        is_now = calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
+        is_close = not self._is_late or (is_now and len(self._draw) > 0)
+        return self._all if is_close else frozenset(self._draw)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -213,10 +211,16 @@ def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
+    return isinstance(value, (torch.Generator, random.Random)) or _is_of_numpy(
+        value, "Generator", "RandomState"
+    )
+
+
+def _is_of_numpy(value: Any, *names: str) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.random.Generator)
+    return numpy is not None and isinstance(
+        value, tuple(getattr(numpy.random, name) for name in names)
+    )
 
 
 def _first_seed(generator: Any) -> int:
@@ -229,6 +233,8 @@ def _state(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if _is_of_numpy(generator, "RandomState"):
+        return generator.get_state()
     return generator.bit_generator.state
 
 
@@ -237,6 +243,8 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
+    elif _is_of_numpy(generator, "RandomState"):
+        generator.set_state(state)
     else:
         generator.bit_generator.state = state
 
@@ -246,5 +254,7 @@ def _seed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
+    elif _is_of_numpy(generator, "RandomState"):
+        generator.seed(seed % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state

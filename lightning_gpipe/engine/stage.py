@@ -32,7 +32,6 @@ class StageCall:
         count: M.
         seed: Of its random numbers.
         seeded: The layers before which Python's and NumPy's generators are seeded.
-        is_looked_at: Whether it is looked whether other layers draw from them.
         buffers: The layers' buffers; None where nothing needs to be known of them.
         attributes: What layers keep in attributes, as each micro-batch's forward has met it.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
@@ -45,7 +44,6 @@ class StageCall:
     count: int
     seed: int
     seeded: frozenset[int]
-    is_looked_at: bool
     buffers: CallBuffers | None
     attributes: dict[int, States] = field(default_factory=dict)
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
@@ -100,9 +98,9 @@ class Stage:
         """
         self._batch_norm.begin(sizes)
         modes = self._modes()
-        seeded, is_looked_at = self._randomness.begin(modes)
-        seed, buffers = seed_of(*context.key), self._buffers.begin(modes)
-        return StageCall(context, modes, len(sizes), seed, seeded, is_looked_at, buffers)
+        seeded = self._randomness.begin(modes)
+        seed = seed_of(*context.key)
+        return StageCall(context, modes, len(sizes), seed, seeded, self._buffers.begin(modes))
 
     def preserved_generators(self) -> AbstractContextManager[None]:
         """Put the layers' own generators back at the end."""
@@ -224,7 +222,7 @@ class Stage:
     def _run(self, m: int, inputs: Tree, call: StageCall, is_once: bool) -> Tree:
         value: Any = inputs.value()
         run_layer, randomness, seeded = call.context.run_layer, self._randomness, call.seeded
-        looks = m == call.count - 1 and call.is_looked_at and not seeded
+        looks = m == call.count - 1 and not seeded
         base = randomness.begin_micro_batch(call.seed, m, looks or not is_once)
         try:
             for index, layer in self._layers.items():

@@ -20,8 +20,8 @@ class RandomState:
     Args:
         host: torch's on the host.
         device: torch's on the device; None where that is the host.
-        python: That of the module ``random``; None: it wasn't asked for.
-        numpy: That of ``numpy.random``; None where nobody has imported NumPy, too.
+        python: That of the module ``random``.
+        numpy: That of ``numpy.random``; None where nobody has imported NumPy.
     """
 
     host: Tensor
@@ -30,18 +30,17 @@ class RandomState:
     numpy: Any
 
     @classmethod
-    def current(cls, device: torch.device, of_all: bool = True) -> RandomState:
+    def current(cls, device: torch.device) -> RandomState:
         """The state now.
 
         Args:
             device: Where layers compute.
-            of_all: Whether Python's and NumPy's, too, which takes a hundred times as long.
         """
-        numpy = _numpy() if of_all else None
+        numpy = _numpy()
         return cls(
             torch.get_rng_state(),
             None if device.type == "cpu" else _module(device).get_rng_state(*_place(device)),
-            random.getstate() if of_all else None,
+            random.getstate(),
             numpy.random.get_state() if numpy else None,
         )
 
@@ -59,22 +58,16 @@ class RandomState:
         torch.set_rng_state(self.host)
         if self.device is not None and device.type != "cpu":
             _module(device).set_rng_state(self.device, *_place(device))
-        if self.python is not None:
-            random.setstate(self.python)
+        random.setstate(self.python)
         numpy = _numpy()
         if self.numpy is not None and numpy is not None:
             numpy.random.set_state(self.numpy)
 
 
 @contextmanager
-def preserved(device: torch.device, of_all: bool = True) -> Iterator[RandomState]:
-    """Put the state back at the end, whatever was drawn; gives the state at the beginning.
-
-    Args:
-        device: Where layers compute.
-        of_all: See :meth:`RandomState.current`.
-    """
-    state = RandomState.current(device, of_all)
+def preserved(device: torch.device) -> Iterator[RandomState]:
+    """Put the state back at the end, whatever was drawn; gives the state at the beginning."""
+    state = RandomState.current(device)
     try:
         yield state
     finally:
