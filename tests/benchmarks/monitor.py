@@ -80,7 +80,7 @@ class _OnAndOff(Turns):
     def __init__(self, turn: Turn, monitor: PipelineMonitor) -> None:
         super().__init__(turn)
         turn.notes.append(self._mean_s)
-        self._monitor, self._place, self._since = monitor, 0, 0.0
+        self._monitor, self._place, self._since, self._is_first = monitor, 0, 0.0, True
         self._seconds: list[list[float]] = [[] for _ in _MODES]
 
     def _mean_s(self) -> dict[str, list[float]]:
@@ -91,9 +91,10 @@ class _OnAndOff(Turns):
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *of_batch: Any) -> None:
-        if self._place:
-            before = _ORDER[(self._place - 1) % len(_ORDER)]
-            self._seconds[before].append(time.perf_counter() - self._since)
+        now = time.perf_counter()
+        if not self._is_first:
+            self._seconds[_ORDER[(self._place - 1) % len(_ORDER)]].append(now - self._since)
+        self._is_first = not self._left  # it comes after what a round begins with
         super().on_train_batch_start(trainer, *of_batch)
         callbacks: list[L.Callback] = vars(trainer)["callbacks"]
         if self._monitor in callbacks:
