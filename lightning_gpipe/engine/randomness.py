@@ -2,7 +2,8 @@
 
 Before a layer torch's generators are seeded for (call, micro-batch, layer), and so are generators
 of the layer's own. Python's and NumPy's take longer to seed than many a layer to run: they are
-seeded before those layers that are known to draw from them. In the first calls that is found out.
+seeded before those layers that are known to draw from them. In the first calls that is found out,
+and later on looked at again.
 """
 
 from __future__ import annotations
