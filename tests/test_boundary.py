@@ -108,7 +108,7 @@ def waits(is_nearby: bool) -> list[float]:
     groups = Groups.connect(2, 1, "gloo", torch.device("cpu"), timeout)
     channel = groups.channel(1 - groups.stage, 0, "activations")
     if not is_nearby:
-        group = groups.activations[0]
+        group = groups.pipeline.host
         channel = replace(channel, data=group, headers=group)
     sender, receiver = Sender(channel), Receiver(channel)
     found = []

@@ -25,8 +25,8 @@ class Channel:
         peer: Global rank of the other end.
         peer_in_group: Its rank in the groups, which have the same members.
         headers: Over which headers and tensors in host memory go.
-        data: Over which the bytes of tensors on the device go; of this direction alone, so that
-            neither direction can block the other.
+        data: Over which the bytes of tensors on the device go. Where these travel from device to
+            device it is of this direction alone, so that neither direction can block the other.
         device: This rank's device.
         through_host: Whether ``data`` reaches host memory only.
         number: Tells it from other channels between the same ranks.

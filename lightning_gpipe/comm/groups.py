@@ -34,7 +34,8 @@ class Groups:
         activations: Groups that carry activations from stage to stage. Where a backend runs the
             messages of a group in order, two links of one stage use different ones, and so do two
             links between the same stages, so that no send waits for a later receive. Empty where
-            there is one stage.
+            there is one stage, and with gloo, which tells messages apart by their tags: each group
+            has a thread that wakes a hundred times a second, beside layers that compute.
         gradients: The same for gradients, from stage to stage the other way.
         nearby: The processes of this machine with which it works.
         ends: The object channel between the first and the last stage; None: it isn't wanted, or
@@ -98,7 +99,7 @@ class Groups:
             members = pairs[replica]
             return ObjectChannel("stage", members.index(rank), tuple(members), device, own)
 
-        lanes = range(0 if stages == 1 else 1 if through_host else 2 * virtual_stages)
+        lanes = range(0 if stages == 1 or through_host else 2 * virtual_stages)
         pipeline = ObjectChannel("stage", stage, tuple(pipelines[replica]), device, both(pipelines))
         replicas = ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings))
         nearby = Nearby(
@@ -228,10 +229,10 @@ class Groups:
         """
         pipeline = self.pipeline
         lanes = self.activations if kind == "activations" else self.gradients
-        lane = lanes[(2 * (boundary // self.stages) + boundary % 2) % len(lanes)]
         rank = self.ranks[peer]
         place = dist.get_group_rank(pipeline.host, rank)
         number = 2 * boundary + (kind == "gradients")
         headers = Mail(pipeline.host, self.ranks, self.nearby, 0)
-        data = Mail(lane, self.ranks, self.nearby, 3) if pipeline.through_host else lane
+        lane = 2 * (boundary // self.stages) + boundary % 2
+        data = headers if pipeline.through_host else lanes[lane % len(lanes)]
         return Channel(rank, place, headers, data, self.device, pipeline.through_host, number)
