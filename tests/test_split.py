@@ -129,9 +129,9 @@ def test_both_halves_give_what_the_whole_gives(case: str) -> None:
     record = MicroBatch([True])
     outputs = Tree.of(module(record.enter(Tree.of(x, "The input")).value()), "The output")
     nodes = [t.grad_fn for t in outputs.tensors() if t.grad_fn is not None]
-    way = record._way
-    assert way is not None
-    assert (SplitBackward.of(nodes, way.entry) is not None) == can_split
+    entry = record._entry
+    assert entry is not None
+    assert (SplitBackward.of(nodes, entry) is not None) == can_split
 
 
 def test_what_follows_of_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -29,19 +29,6 @@ class _Catch:
     take: Callable[[Gradients], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Where a micro-batch's graph begins.
-
-    Args:
-        entry: The node that catches the input's gradient.
-        start: The leaf before it.
-    """
-
-    entry: Node
-    start: Tensor
-
-
 @dataclass(slots=True)
 class MicroBatch:
     """One micro-batch on a stage, between its forward and its backward.
@@ -51,7 +38,7 @@ class MicroBatch:
         output_requires_grad: The same for the output.
         stored: The input, kept for a recompute.
         roots: Where the backward of each output leaf that wants a gradient begins.
-        catch: Where the input's gradient goes.
+        catch: Where the input's gradient goes; None: there is no graph.
     """
 
     input_requires_grad: list[bool]
@@ -59,8 +46,8 @@ class MicroBatch:
     stored: Tree | None = None
     _versions: list[int] = field(default_factory=list)
     roots: list[GradientEdge] | None = None
-    catch: _Catch = field(default_factory=_Catch)
-    _way: _Way | None = None
+    catch: _Catch | None = None
+    _entry: Node | None = None
     _rest: Callable[[], None] | None = None
 
     @property
@@ -74,11 +61,21 @@ class MicroBatch:
         leaves = [t if wants else _copied(t) for t, wants in zip(inputs.leaves, flags, strict=True)]
         wanted = [i for i, wants in enumerate(flags) if wants]
         if wanted:
-            start = leaves[wanted[0]].new_empty(0).requires_grad_()
+            self.catch = _Catch()
+            start = _start(leaves[wanted[0]].device)
             heads = _Entry.apply(start, self.catch, [leaves[i] for i in wanted])
-            self._way = _Way(heads[0].grad_fn, start)
+            self._entry = heads[0].grad_fn
             for i, head in zip(wanted, heads, strict=True):
                 leaves[i] = head
+        return inputs.with_leaves(leaves)
+
+    def enter_for_now(self, inputs: Tree) -> Tree:
+        """The same, with a graph that catches nothing: there will be another for the backward."""
+        flags = self.input_requires_grad
+        leaves = [
+            strides.copy(t.detach().requires_grad_()) if wants else _copied(t)
+            for t, wants in zip(inputs.leaves, flags, strict=True)
+        ]
         return inputs.with_leaves(leaves)
 
     def end_forward(self, inputs: Tree, outputs: Tree, keeps_graph: bool) -> None:
@@ -148,17 +145,17 @@ class MicroBatch:
         """
         with self._handing_on(hand_on):
             edges, given = self._begin_backward(gradients, keeps=False)
-            way, self._way = self._way, None
+            entry, self._entry = self._entry, None
             split = None
-            if edges and way is not None:
-                split = SplitBackward.of([edge.node for edge in edges], way.entry)
+            if edges and entry is not None:
+                split, start = SplitBackward.of([e.node for e in edges], entry), _start_of(entry)
                 if split is not None:
-                    split.first(edges, given, way.start)
+                    split.first(edges, given, start)
                 else:
-                    torch.autograd.backward(edges, given, retain_graph=True, inputs=way.start)
+                    torch.autograd.backward(edges, given, retain_graph=True, inputs=start)
             rest = partial(_backward_to, weights, edges, given)
             self._rest = rest if split is None else split.second
-        return split is not None or not edges or way is None
+        return split is not None or not edges or entry is None
 
     def backward_weights(self) -> None:
         """Compute the gradients that :meth:`backward_input` has left, adding to those there are."""
@@ -175,7 +172,8 @@ class MicroBatch:
             handed_on = True
             hand_on(gradients)
 
-        self.catch.take = take
+        if self.catch is not None:
+            self.catch.take = take
         yield
         if wanted and not handed_on:  # the loss doesn't reach it
             hand_on([None] * wanted)
@@ -196,6 +194,7 @@ class _Entry(torch.autograd.Function):
 
     A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other
     strides. The graph begins at an empty leaf, for it would keep the input as long as itself.
+    That gets no gradient, so one is enough for all.
     """
 
     @staticmethod
@@ -208,6 +207,19 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.catch.take(gradients)
         return None, None, None
+
+
+@cache
+def _start(device: torch.device) -> Tensor:
+    """The leaf at which graphs begin."""
+    with torch.inference_mode(False):
+        return torch.empty(0, device=device).requires_grad_()
+
+
+def _start_of(entry: Node) -> Tensor:
+    """The leaf at which a graph begins."""
+    start: Tensor = entry.next_functions[0][0].variable  # type: ignore[union-attr]
+    return start
 
 
 def copied(inputs: Tree) -> Tree:

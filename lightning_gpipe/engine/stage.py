@@ -146,7 +146,8 @@ class Stage:
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._batch_norm.micro_batch(recompute=False),
         ):
-            given = record.enter(inputs) if trains else copied(inputs)
+            enter = record.enter_for_now if drops else record.enter if trains else copied
+            given = enter(inputs)
             before = _marks(given)
             outputs = self._run(m, given, call, is_once=keep_graph)
             if before and _marks(given) != before:
