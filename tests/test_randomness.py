@@ -139,11 +139,12 @@ def drawn_late(draw: str, mode: Checkpoint) -> list[float]:
 
 @pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
 def test_a_layer_that_begins_to_draw_late_recomputes_what_it_drew(draw: str) -> None:
-    with pytest.warns(UserWarning, match="has begun to draw"):
+    with pytest.warns(UserWarning, match=r"A layer from \d to \d of the backbone has"):
         forward = drawn_late(draw, "never")
     assert len(set(forward)) == len(forward) == 4
-    with pytest.warns(UserWarning, match="has begun to draw"):
+    with pytest.warns(UserWarning, match="has begun to draw") as told:
         assert drawn_late(draw, "always") == [*forward, *forward[2:], *forward[:2]]
+    assert len(told) == 2, "one of each stage"
 
 
 @pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
@@ -162,7 +163,7 @@ def test_who_draws_from_the_first_step_on_does_not_hide_who_begins_late(draw: st
         steps = inputs()
         for step in range(2):
             pipeline.step(steps[step], step)
-        with pytest.warns(UserWarning, match="has begun to draw"):
+        with pytest.warns(UserWarning, match=r"(?<!\w)[Ll]ayer (3|from 2 to 3) of the backbone"):
             pipeline.step(steps[2], 2)
         pipeline.step(steps[3], 3)
         found.append(sorted(drawn[-8:]))

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,13 +27,26 @@ _CLOSE_LOOKS = 2  # calls in which every layer is watched
 _BETWEEN_LOOKS = 8  # where layers that draw hide others: so many calls more, and then each eighth
 _MASK = 2**63 - 1
 _BEGAN_LATE = (
-    "A layer of the backbone has begun to draw from Python's or NumPy's generator, which it didn't"
-    " in the first steps. What it draws may depend on the number of stages until it is known"
-    " which one it is: the next two steps find out, if it draws in them. Draw from torch's"
+    "{} of the backbone has begun to draw from Python's or NumPy's generator, which it didn't in"
+    " the first steps. What it {} may depend on the number of stages. Draw from torch's"
     " generators, or from the first step on, for the same numbers with any number of stages."
 )
+_BEFORE_NOW = "drew before this step"
+_IN_THIS_STEP = "draws in this step, and in later ones if it doesn't draw in the next two,"
 # Odd, so that seeds differ, and so do their lower halves, of which a generator may make all.
 _BETWEEN_LAYERS, _BETWEEN_MICRO_BATCHES = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+
+
+class Seeding(NamedTuple):
+    """What is done in a call about Python's and NumPy's generators.
+
+    Args:
+        before: The layers before which they are seeded.
+        is_late: Whether a layer that begins to draw now does so later than in the first calls.
+    """
+
+    before: frozenset[int]
+    is_late: bool
 
 
 class LayerRandomness:
@@ -50,22 +63,18 @@ class LayerRandomness:
         self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
         self._draw: set[int] = set()
         self._calls: dict[tuple[bool, ...], int] = {}
-        self._is_late = False
 
-    def begin(self, modes: tuple[bool, ...]) -> frozenset[int]:
+    def begin(self, modes: tuple[bool, ...]) -> Seeding:
         """Begin a call.
 
         Args:
             modes: Which modules are in training: in others other layers may draw.
-
-        Returns:
-            The layers before which Python's and NumPy's generators are seeded.
         """
         calls = self._calls[modes] = self._calls.get(modes, 0) + 1
-        self._is_late = calls > _CLOSE_LOOKS
+        is_late = calls > _CLOSE_LOOKS
         is_now = calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
-        is_close = not self._is_late or (is_now and len(self._draw) > 0)
-        return self._all if is_close else frozenset(self._draw)
+        is_close = not is_late or (is_now and len(self._draw) > 0)
+        return Seeding(self._all if is_close else frozenset(self._draw), is_late)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -109,25 +118,30 @@ class LayerRandomness:
         if with_global:
             seed_global(seed)
 
-    def look_at_layer(self, base: int, index: int) -> None:
-        """Note whether a layer before which all was seeded drew from Python's or NumPy's."""
+    def look_at_layer(self, base: int, index: int, is_late: bool) -> None:
+        """Note whether a layer before which all was seeded drew from Python's or NumPy's.
+
+        Args:
+            base: What :meth:`begin_micro_batch` returned.
+            index: The layer.
+            is_late: See :class:`Seeding`.
+        """
         if index in self._draw:
             return
         seed = _seed_of_layer(base, index)
         if _have_moved(seed):
             self._draw.add(index)
-            self._warn_if_late()
+            if is_late:
+                warnings.warn(_BEGAN_LATE.format(f"Layer {index}", _BEFORE_NOW), stacklevel=2)
         seed_global(seed)
 
     def look_at_all(self, base: int) -> None:
         """Look closely again, if a layer drew of which it wasn't known."""
-        if _have_moved(_seed_of_layer(base, self._first)):
-            self._calls.clear()
-            self._warn_if_late()
-
-    def _warn_if_late(self) -> None:
-        if self._is_late:
-            warnings.warn(_BEGAN_LATE, stacklevel=2)
+        if _have_moved(_seed_of_layer(base, self._first)) and self._calls:
+            self._calls.clear()  # no second word of it in this call's recompute
+            last = max(self._all)
+            who = f"A layer from {self._first} to {last}" if last > self._first else f"Layer {last}"
+            warnings.warn(_BEGAN_LATE.format(who, _IN_THIS_STEP), stacklevel=2)
 
 
 @dataclass(slots=True)

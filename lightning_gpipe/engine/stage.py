@@ -18,7 +18,7 @@ from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, copied
-from lightning_gpipe.engine.randomness import LayerRandomness, seed_of
+from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -31,7 +31,7 @@ class StageCall:
         modes: Which of the stage's modules were in training.
         count: M.
         seed: Of its random numbers.
-        seeded: The layers before which Python's and NumPy's generators are seeded.
+        seeding: Before which layers Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
         attributes: What layers keep in attributes, as each micro-batch's forward has met it.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
@@ -43,7 +43,7 @@ class StageCall:
     modes: tuple[bool, ...]
     count: int
     seed: int
-    seeded: frozenset[int]
+    seeding: Seeding
     buffers: CallBuffers | None
     attributes: dict[int, States] = field(default_factory=dict)
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
@@ -98,9 +98,9 @@ class Stage:
         """
         self._batch_norm.begin(sizes)
         modes = self._modes()
-        seeded = self._randomness.begin(modes)
+        seeding = self._randomness.begin(modes)
         seed = seed_of(*context.key)
-        return StageCall(context, modes, len(sizes), seed, seeded, self._buffers.begin(modes))
+        return StageCall(context, modes, len(sizes), seed, seeding, self._buffers.begin(modes))
 
     def preserved_generators(self) -> AbstractContextManager[None]:
         """Put the layers' own generators back at the end."""
@@ -222,7 +222,8 @@ class Stage:
 
     def _run(self, m: int, inputs: Tree, call: StageCall, is_once: bool) -> Tree:
         value: Any = inputs.value()
-        run_layer, randomness, seeded = call.context.run_layer, self._randomness, call.seeded
+        run_layer, randomness = call.context.run_layer, self._randomness
+        seeded, is_late = call.seeding
         looks = m == call.count - 1 and not seeded
         base = randomness.begin_micro_batch(call.seed, m, looks or not is_once)
         try:
@@ -230,7 +231,7 @@ class Stage:
                 randomness.seed(base, index, index in seeded)
                 value = run_layer(index, layer, value)
                 if index in seeded:
-                    randomness.look_at_layer(base, index)
+                    randomness.look_at_layer(base, index, is_late)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(
