@@ -233,6 +233,8 @@ class Stage:
                 if index in seeded:
                     randomness.look_at_layer(base, index, is_late)
         except Exception as error:
+            if "support saved tensor hooks" in str(error):  # torch.func's
+                raise RuntimeError(f"{error} {_KEEP_ALL}") from error
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(
                     f"In layer {index} ({type(layer).__name__}) of the backbone, micro-batch {m}."
@@ -278,12 +280,15 @@ def _marks(inputs: Tree) -> list[Any]:
     return [leaf.tolist() if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
+_KEEP_ALL = (
+    "The forward of a micro-batch whose activations are re-materialized keeps none of them, so"
+    " that isn't possible: use GPipeStrategy(checkpoint='never')."
+)
+
+
 def _drop(tensor: Tensor) -> None:
     return None
 
 
 def _dropped(_: Any) -> Tensor:
-    raise RuntimeError(
-        "A backward ran through a forward whose activations were not kept; it must be recomputed"
-        " first."
-    )
+    raise RuntimeError(f"A layer computes a gradient in its forward. {_KEEP_ALL}")

@@ -208,6 +208,8 @@ _METADATA = {
 _RANDOM = re.compile(
     r"rand|normal|uniform|bernoulli|dropout|cauchy|exponential|geometric|orthogonal"
 )
+#: Makes a tensor of the same shape.
+_LIKE = {"empty_like", "full_like", "ones_like", "zeros_like"}
 #: What may scale a tensor of no dimensions, which else can't be told from a loss or a metric.
 _SCALING = {"mul", "div", "true_divide", "__mul__", "__rmul__", "__truediv__"}
 
@@ -235,6 +237,8 @@ def _compute(
     refusal = holder.refusal(f"'{name}'")
     if _RANDOM.search(name):
         raise refusal
+    if name in _LIKE:  # needs the shape alone
+        kwargs = {**kwargs, "device": "meta"}
     if writes(name):
         return _write(func, name, args, kwargs, refusal)
     inputs = [*_tensors((args, tuple(kwargs.values())))]

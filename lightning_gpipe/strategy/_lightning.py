@@ -35,6 +35,11 @@ def seen_indices(batch_sampler: object) -> list[Any] | None:
     return seen
 
 
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether training steps run without backwards, as where batch norm is computed anew."""
+    return trainer.fit_loop._skip_backward
+
+
 def logged_step(trainer: pl.Trainer) -> int:
     """The step under which loggers get what is logged now."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import tempfile
 import time
@@ -80,6 +81,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
 
     _verdict: Any = None
     _folder = ""  # for what goes from the children to this process, if it is large
+    _python: Any = None  # the state of Python's generator, which a fork seeds anew
 
     @property
     def has_fit(self) -> bool:
@@ -96,6 +98,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         if self._start_method == "fork":
             advice.refuse_fork_of_autograd()
             leave_before_fork()
+            self._python = random.getstate()
         # shared with the children, who know why the run ends
         self._verdict = multiprocessing.get_context(self._start_method).RawArray(
             ctypes.c_char, 1 << 15
@@ -147,6 +150,8 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         self.procs = []  # an earlier run's, of the process that has started this one
+        if self._python is not None:
+            random.setstate(self._python)
         try:
             super()._wrapping_function(*args, **kwargs)
             strategy.finish()

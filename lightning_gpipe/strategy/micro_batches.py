@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.batches import merge, split_batch, tensors_of, weighted_mean
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
@@ -91,6 +92,9 @@ class MicroBatchSteps:
         Returns:
             What the step would have returned for the mini-batch, without a graph.
         """
+        if _lightning.skips_backward(self._trainer):
+            with torch.no_grad():
+                return self.evaluate(step, "training without backward", batch, *rest)
         if self._probe(step, batch, *rest) is not NotImplemented:
             raise RuntimeError(
                 "The training step doesn't call the backbone, so there is nothing to run in stages."

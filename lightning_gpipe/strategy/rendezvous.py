@@ -66,19 +66,22 @@ def leave_world() -> None:
 def leave_before_fork() -> None:
     """Destroy the default process group of this one process, which forks can't use.
 
+    What else is left of groups goes, too: a fork that collects them waits for threads that it
+    hasn't got.
+
     Raises:
         RuntimeError: If other processes are in it.
     """
-    if not dist.is_initialized():
-        return
-    if dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"This process is one of {dist.get_world_size()} in a process group of"
             " torch.distributed, which the processes forked from it can't use. Call"
             " torch.distributed.destroy_process_group() before the Trainer runs, or restart the"
             " notebook's kernel."
         )
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def gloo_interface() -> str | None:

@@ -165,7 +165,8 @@ class Run:
             What each rank holds, if it goes on holding its part instead.
         """
         parts = self.pipeline.parts
-        self._undo.close()
+        with self._guarded():
+            self._undo.close()
         del (
             self.pipeline,
             self.optimizer_states,

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.wrappers import Running
 
 from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.model.remote import Where
@@ -79,7 +80,7 @@ class StepMetrics:
                 if where is None or trace.stage in where:
                     with trace.suspended():
                         value = _members(of_mini_batch)[name].compute()
-                metric._forward_cache = _arrived(trace, measure, value, where)
+                metric._forward_cache = _arrived(trace, metric, value, where)
             with trace.suspended():
                 if of_mini_batch is not None:
                     of_mini_batch.reset()
@@ -93,6 +94,11 @@ class StepMetrics:
 
     def _attach(self, measures: Iterable[_Measure]) -> None:
         for measure in measures:
+            if any(isinstance(part, Running) for part in measure.modules()):
+                raise ValueError(
+                    "torchmetrics' Running counts updates, and with step='micro-batch' a mini-batch"
+                    " is several: use GPipeStrategy(step='mini-batch')."
+                )
             self._measures.append(measure)
             for part in _parts(measure):
                 self._redirect(part, _FORWARD, self._forward)
@@ -127,10 +133,10 @@ class StepMetrics:
         self._forwarded[id(measure)] = measure, where
         if where is None or trace.stage in where:
             with trace.suspended():
-                value = forward(*args, **kw)
-                if id(measure) not in self._of_mini_batch:
+                if id(measure) not in self._of_mini_batch:  # what it gives may have a graph
                     self._of_mini_batch[id(measure)] = measure.clone()
                     self._of_mini_batch[id(measure)].reset()
+                value = forward(*args, **kw)
                 self._of_mini_batch[id(measure)].update(*args, **kw)
         return _arrived(trace, measure, value, where)
 
