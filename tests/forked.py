@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
@@ -106,5 +109,33 @@ def predicting(_: str) -> None:
     assert "can only test a child process" not in str(caught.value)
 
 
+class Draws(Around):
+    """Draws in its step, and collects what is left of runs before."""
+
+    def on_fit_start(self) -> None:
+        gc.collect()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        drawn = {"python": random.random(), "numpy": np.random.rand(), "torch": torch.rand(())}
+        self.log_dict(drawn)
+        return super().training_step(batch, batch_idx)
+
+
+def drawing(_: str) -> None:
+    """After a run of one stage in this process, generators are as in a plain Trainer's run."""
+    found = []
+    one_stage = trainer(devices=1, strategy=GPipeStrategy(3), max_epochs=2)
+    for run in one_stage, trainer(devices=1, max_epochs=2), forking(), forking():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        run.fit(Draws())
+        found.append({name: float(run.callback_metrics[name]) for name in RANDOM})
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+RANDOM = "python", "numpy", "torch"
+RUNS = types, saving, tuning, predicting, drawing
+
 if __name__ == "__main__":
-    {each.__name__: each for each in (types, saving, tuning, predicting)}[sys.argv[1]](sys.argv[2])
+    {each.__name__: each for each in RUNS}[sys.argv[1]](sys.argv[2])

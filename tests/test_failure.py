@@ -19,13 +19,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import children
 from tests import failing, models
-from tests.ranks import start_ranks
+from tests.ranks import RankError, run_ranks, start_ranks
 from tests.scripts import Script
-from tests.training import train
+from tests.training import train, trainer
 
 RANKS = 3  # a first, a middle and a last stage
 LIMIT_S = 30.0  # from the failure to the last end, groups that block included (see Deadlines)
@@ -305,6 +307,42 @@ def test_a_rank_that_leaves_the_script_is_missed(where: str) -> None:
     screen = screen_of(by_the_launcher(where, 1))
     assert "Rank 1 ended (exit code 0) while the others wait for it to begin a run." in screen
     assert time.monotonic() - start < 90
+
+
+class Large(L.LightningModule):
+    """Has weights that one rank can't send before the other takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.backbone(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fail_to_end(rank: int) -> None:
+    strategy = failing.Strategy(2)
+    run = trainer(max_steps=1, devices=2, strategy=strategy)
+
+    def close(*_: Any) -> None:
+        failing.fail("the end of the run")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if int(os.environ["LOCAL_RANK"]) == rank:
+            patch.setattr(PipelinedModule, "close", close)
+        run.fit(Large(), DataLoader(torch.randn(8, 512), batch_size=8))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_at_the_end_of_a_run_on_one_rank(rank: int) -> None:
+    with pytest.raises(RankError, match="broken in the end of the run") as caught:
+        run_ranks(fail_to_end, 2, rank, timeout_s=60)
+    _, *screens = re.split(r"\nrank \d:\n", str(caught.value))
+    assert all("broken in the end of the run" in screen for screen in screens)
 
 
 def test_a_failed_child_is_not_seen_at_once() -> None:

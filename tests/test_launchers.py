@@ -205,6 +205,7 @@ def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
         ("saving", "."),
         ("tuning", "."),
         ("predicting", "."),
+        ("drawing", "."),
     ],
 )
 def test_the_process_that_has_forked_others(what: str, argument: str, tmp_path: Path) -> None:

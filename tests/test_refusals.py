@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.strategy.refusals import refuse_optimizers
@@ -72,3 +72,99 @@ def test_two_gradients_in_a_step_are_refused_over_stages() -> None:
     with pytest.raises(RankError, match=r"A step of Twice computes gradients twice\. Twice"):
         run_ranks(fit, 2, 2)
     run_ranks(fit, 1, 1)
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to every weight it steps."""
+
+    own = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if p.grad is not None:
+                generator = torch.Generator().manual_seed(i) if self.own else None
+                p.add_(torch.randn(p.shape, dtype=p.dtype, generator=generator), alpha=0.01)
+        return loss
+
+
+class Noisy(models.Around):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(())  # as on every stage
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_start(self) -> None:
+        if self.how == "hooks":
+            for p in self.parameters():
+                p.register_hook(lambda g: g + torch.randn(g.shape, dtype=g.dtype))
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.SGD if self.how == "hooks" else Langevin
+        Langevin.own = self.how == "own"
+        return kind(self.parameters(), lr=0.1)
+
+
+def add_noise(how: str, stages: int = 1) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return train(Noisy(how), max_epochs=1, devices=stages, strategy=GPipeStrategy(3))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("hooks", "A hook on a parameter draws"), ("optimizer", "Langevin draws random numbers")],
+)
+def test_noise_that_each_stage_would_draw_for_itself_is_refused(how: str, message: str) -> None:
+    add_noise(how)
+    with pytest.raises(RankError, match=message):
+        run_ranks(add_noise, 2, how, 2)
+
+
+def test_noise_of_a_generator_for_each_parameter_is_that_of_one_stage() -> None:
+    torch.testing.assert_close(run_ranks(add_noise, 2, "own", 2)[0], add_noise("own"))
+
+
+class Energy(nn.Module):
+    """Descends a function of its own."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.inner, self.functional = nn.Linear(6, 6), functional
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.functional:
+            return x - torch.func.grad(lambda y: self.inner(y).tanh().sum())(x)
+        y = x if x.requires_grad else x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(y).tanh().sum(), y, create_graph=True)
+        return x - slope
+
+
+class Descends(models.Around):
+    functional = False
+
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Sequential(*(Energy(self.functional) for _ in range(4)))
+
+
+class DescendsFunctionally(Descends):
+    functional = True
+
+
+def descend(kind: type[Descends], checkpoint: Any, stages: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    strategy = GPipeStrategy(3, checkpoint=checkpoint, balance="params")
+    return train(kind(), max_epochs=1, devices=stages, strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", [Descends, DescendsFunctionally])
+def test_gradients_in_a_forward_need_its_activations(kind: type[Descends]) -> None:
+    for checkpoint in ("always", "except_last"):
+        with pytest.raises(RuntimeError, match=r"use GPipeStrategy\(checkpoint='never'\)"):
+            descend(kind, checkpoint, 1)
+    found = run_ranks(descend, 2, kind, "never", 2)[0]
+    torch.testing.assert_close(found, descend(kind, "never", 1))

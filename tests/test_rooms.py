@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "model": {"tensors"},
     "plan": {"schedule", "tensors", "model"},
     "engine": {"schedule", "tensors", "comm", "model"},
-    "gradients": {"comm", "model"},
+    "gradients": {"comm", "model", "tensors"},
     "state": {"comm", "model"},
     "failure": {"comm"},
     "monitor": {"schedule", "plan"},

@@ -39,6 +39,8 @@ class Tells(models.Language):
         self.tracker = torchmetrics.MetricTracker(
             MulticlassAccuracy(models.VOCABULARY, average="micro")
         )
+        self.called = self.several.clone(prefix="called_")
+        self.loss_so_far = torchmetrics.MeanMetric()
         self.by_name = self.several.clone(prefix="by_name_")
         self.mean = torchmetrics.MeanMetric()
         self.losses: list[Tensor] = []
@@ -60,6 +62,8 @@ class Tells(models.Language):
         self.accuracy(logits.flatten(0, 1), targets.flatten())
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.mean.update(loss)
+        self.loss_so_far(loss)  # with its graph
+        self.log("loss_so_far", self.loss_so_far, on_step=True, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.losses.append(loss.detach())
         mean = logits.detach().mean()
@@ -74,6 +78,9 @@ class Tells(models.Language):
         logits = self(tokens)
         self.by_name["micro"](logits.flatten(0, 1), targets.flatten())
         self.log("by_name", self.by_name["micro"])
+        called = self.called(logits.flatten(0, 1), targets.flatten())
+        self.log_dict(self.called)
+        self.log("one of them", called["called_micro"])
         self.tracker.update(logits.flatten(0, 1), targets.flatten())
         self.several.update(logits.flatten(0, 1), targets.flatten())
         self.log_dict(self.several)
@@ -244,7 +251,16 @@ class SometimesWeighted(models.Language):
         return {"loss": loss, "weight": 2.0} if is_first else loss
 
 
+class Windowed(models.Language):
+    """Keeps a metric of the last mini-batches."""
+
+    def build(self) -> None:
+        super().build()
+        self.recent = torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), window=2)
+
+
 REFUSED = {
+    Windowed: "Running counts updates.*mini-batch",
     SometimesWeighted: "returned a weight for some micro-batches and none for others",
     Reads: "'item' reads a value of the step that stage 1 has.*in on_train_batch_end",
     Twice: "calls the backbone twice.*mini-batch",

@@ -76,6 +76,8 @@ class MicroBatch:
             strides.copy(t.detach().requires_grad_()) if wants else _copied(t)
             for t, wants in zip(inputs.leaves, flags, strict=True)
         ]
+        if any(wants and not leaf.requires_grad for leaf, wants in zip(leaves, flags, strict=True)):
+            return self.enter(inputs)  # of strides that autograd's operations don't keep
         return inputs.with_leaves(leaves)
 
     def end_forward(self, inputs: Tree, outputs: Tree, keeps_graph: bool) -> None:

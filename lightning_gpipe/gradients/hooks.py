@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.parameters import Slot
+from lightning_gpipe.tensors.random_state import DrawsNoted
 
 
 class ParameterHooks:
@@ -65,8 +66,15 @@ class ParameterHooks:
         finally:
             for hooks in held:
                 hooks.put_back()
+        noted = DrawsNoted(self._groups.device)
         for hooks in held:
             hooks.run()
+        if self._groups.stages > 1 and noted.has_drawn():
+            raise RuntimeError(
+                "A hook on a parameter draws random numbers, and each stage calls the hooks of its"
+                " own parameters: the weights would depend on the number of stages. Use one stage,"
+                " or let each hook draw from a torch.Generator of its own."
+            )
 
 
 @dataclass(frozen=True, slots=True)

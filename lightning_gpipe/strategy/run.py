@@ -38,6 +38,7 @@ from lightning_gpipe.strategy import (
     precision,
     refusals,
     saving,
+    step_draws,
 )
 from lightning_gpipe.strategy.batch_size import searched_over_stages
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
@@ -152,6 +153,7 @@ class Run:
             refusals.refuse_optimizers(optimizers)
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
             refusals.refuse_to_shard(optimizers)
+        self._undo.enter_context(step_draws.refused(optimizers, self._world.groups))
         self.pipeline.adopt_optimizers()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -167,10 +169,7 @@ class Run:
         parts = self.pipeline.parts
         with self._guarded():
             self._undo.close()
-        del (
-            self.pipeline,
-            self.optimizer_states,
-        )  # they know this object and the groups
+        del self.pipeline, self.optimizer_states  # they know this object and the groups
         return parts
 
     def can_gather(self) -> bool:

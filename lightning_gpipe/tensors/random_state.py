@@ -74,6 +74,29 @@ def preserved(device: torch.device) -> Iterator[RandomState]:
         state.restore(device)
 
 
+class DrawsNoted:
+    """Tells whether code has drawn from torch's generators.
+
+    Args:
+        device: Where it computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, self._states(device)
+
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn since this was made."""
+        now = self._states(self._device)
+        return not all(map(torch.equal, self._before, now))
+
+    @staticmethod
+    def _states(device: torch.device) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            states.append(_module(device).get_rng_state(*_place(device)))
+        return states
+
+
 def seed_torch(device: torch.device, seed: int) -> None:
     """Seed torch's generators on the host and on one device.
 

@@ -298,6 +298,33 @@ class Other(Module):
         self.backbone = nn.Sequential(*(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(9)))
 
 
+class Normed(Module):
+    def build(self) -> None:
+        super().build()
+        width = models.WIDTH
+        layers = [
+            layer
+            for _ in range(3)
+            for layer in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+        ]
+        self.backbone = nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_averaged_weights_get_batch_norm_of_their_own(step: str) -> None:
+    """Lightning computes it in one more epoch, without backwards."""
+    plain = _batch_norm_averaged({"devices": 1})
+    strategy = {"devices": STAGES, "strategy": GPipeStrategy(1, step=step)}  # type: ignore[arg-type]
+    torch.testing.assert_close(run_ranks(_batch_norm_averaged, STAGES, strategy)[0], plain)
+
+
+def _batch_norm_averaged(options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    module, averaging = Normed(), cb.StochasticWeightAveraging(1e-2, 2, 1)
+    trainer(max_epochs=4, callbacks=[averaging], **options).fit(module)
+    return module.state_dict()
+
+
 def test_another_module_after_averaging() -> None:
     """The average that the callback keeps is none of it."""
     first, second = run_ranks(_another, STAGES)
