@@ -25,6 +25,12 @@ _SHARES = 1.0, 0.75, 0.5
 #: How much longer a schedule may be that holds less or has fewer actions: where activations are
 #: re-materialized, to save memory, and where they are kept.
 _SLACK_RECOMPUTED, _SLACK_KEPT = 1.01, 1.005
+#: Of how many micro-batches a stage splits the backward, the last ones: (a, b, c) means
+#: a + b * K + c * stage. In the drain others wait for the first halves, and there is room for the
+#: second ones; before that a split mostly costs time and memory. The first ones are tried even if
+#: there are so many forwards that no more can be.
+_SPLITS = (math.inf, 0, 0), (1, 1, 0), (0, 0, 3), (0, 0, 2), (0, 1, 0), (0, 2, 0), (0, 0, 4)
+_TRIED, _FORWARDS = 2, 512
 
 
 @lru_cache(maxsize=8)  # a plan asks for the same more than once
@@ -41,11 +47,11 @@ def search(
 
     Each time a rank is free, it takes, of what it may do then: a backward of the input; the
     recompute for a gradient that has come; a forward; a recompute ahead of its gradient; a backward
-    of weights. The search tries several numbers of micro-batches under way, whole and split
-    backwards, and compares with fill-drain and 1F1B. Of what is as short, within 1 % where
-    activations are re-materialized and within 0.5 % else, it takes what holds the fewest of them,
-    and then what has the fewest actions. What it finds is never longer than fill-drain or 1F1B, if
-    these keep the limit. Forwards, backwards and the backwards of weights run in the order of
+    of weights. The search tries several numbers of micro-batches under way, and of those whose
+    backwards are split, and compares with fill-drain and 1F1B. Of what is as short, it takes what
+    holds the fewest activations where they are re-materialized (within 1 %), and what has the
+    fewest actions where they are kept (within 0.5 %). What it finds is never longer than fill-drain
+    or 1F1B, if these keep the limit. Forwards, backwards and the backwards of weights run in the order of
     micro-batches in every stage.
 
     Args:
@@ -61,17 +67,20 @@ def search(
     """
     ranks = max(placement) + 1
     kept = micro_batches - recomputed(checkpoint, micro_batches)
-    everywhere = frozenset(range(len(placement)))
+    end = micro_batches - joins_last
+    split = _splits(placement, end, whole)
+    none = tuple(end for _ in placement)
     found: list[_Found] = []
     # with rounded times what comes almost together does so, and ranks keep in step
-    for guess, joined, factors in (
-        (costs, whole, _FACTORS),
-        (costs.rounded(1), whole, _FACTORS),
-        (costs.rounded(4), whole, (1.0, math.inf)),
-        (costs, everywhere, (1.0, math.inf)),
+    for guess, begins, factors in (
+        (costs, split, _FACTORS),
+        (costs.rounded(1), split, _FACTORS),
+        (costs.rounded(4), split, (1.0, math.inf)),
+        (costs, [none], (1.0, math.inf)),
     ):
-        for factor, share in product(factors, _SHARES if limit < math.inf else (1.0,)):
-            lists = _Lists(placement, micro_batches, kept, guess, joined, joins_last)
+        shares = _SHARES if limit < math.inf else (1.0,)
+        for begin, factor, share in product(begins, factors, shares):
+            lists = _Lists(placement, micro_batches, kept, guess, begin, end)
             made = lists.run(share * limit, factor * ranks)
             if made is not None:
                 exact = guess is costs
@@ -89,7 +98,23 @@ def search(
         min((one.length for one in known if one.held <= least), default=math.inf),
     )
     short = [one for one in found if one.held <= least and one.length <= longest]
+    if kept == micro_batches:
+        return min(short, key=lambda one: (one.actions, one.held, one.length)).schedule
     return min(short, key=lambda one: (one.held, one.actions, one.length)).schedule
+
+
+def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list[tuple[int, ...]]:
+    """For each stage the first micro-batch whose backward is split, up to an end; several ways."""
+    ranks, forwards = max(placement) + 1, len(placement) * end
+    tried = max(_TRIED, _FORWARDS // max(forwards, 1))
+    found = {
+        tuple(
+            end if s in whole else max(0, end - int(min(a + b * ranks + c * s, end)))
+            for s in range(len(placement))
+        ): None
+        for a, b, c in _SPLITS[:tried]
+    }
+    return list(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +146,15 @@ class _Progress:
         inputs: When each micro-batch's input arrives.
         gradients: When the gradient of each micro-batch's output arrives.
         kept: How many micro-batches keep their forward's activations, the first ones.
-        whole_from: The first micro-batch whose backward isn't split, nor those behind it.
+        split_from: The first micro-batch whose backward is split.
+        whole_from: The first one behind it whose backward isn't.
         graphs: Micro-batches whose activations it holds.
     """
 
     inputs: list[float]
     gradients: list[float]
     kept: int
+    split_from: int
     whole_from: int
     forward: int = 0
     recompute: int = 0
@@ -144,8 +171,8 @@ class _Lists:
         micro_batches: M.
         kept: How many micro-batches keep their forward's activations.
         costs: What the actions take.
-        whole: Stages whose backward isn't split.
-        joins_last: Whether the last micro-batch's backward isn't split.
+        split_from: For each stage the first micro-batch whose backward is split.
+        whole_from: The first one behind it whose backward isn't.
     """
 
     def __init__(
@@ -154,8 +181,8 @@ class _Lists:
         micro_batches: int,
         kept: int,
         costs: Costs,
-        whole: frozenset[int],
-        joins_last: bool,
+        split_from: tuple[int, ...],
+        whole_from: int,
     ) -> None:
         self.length = self.held = 0.0  # of what was found
         self._placement, self._count, self._costs = placement, micro_batches, costs
@@ -166,7 +193,8 @@ class _Lists:
                 inputs=list(never) if s else [0.0] * micro_batches,
                 gradients=list(never),
                 kept=micro_batches if s == self._last else kept,  # its backward follows at once
-                whole_from=0 if s in whole else micro_batches - joins_last,
+                split_from=split_from[s],
+                whole_from=whole_from,
             )
             for s in range(len(placement))
         ]
@@ -239,7 +267,7 @@ class _Lists:
         """What a stage does now, with a number that is the smaller the better that is."""
         m = stage.backward
         if m < stage.forward and m < stage.recompute and stage.gradients[m] <= now:
-            if m < stage.whole_from:
+            if stage.split_from <= m < stage.whole_from:
                 return 0, "I", m
             return (0, "B", m) if stage.weights == m else (0, "W", stage.weights)
         m = stage.recompute
