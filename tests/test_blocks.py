@@ -116,6 +116,50 @@ class Nested(Looped):
         return super().forward(x)
 
 
+class Stateful(nn.Linear):
+    """Returns a state beside the hidden one."""
+
+    def forward(self, hidden: Tensor, state: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        hidden = super().forward(hidden if state is None else hidden + state[0]).tanh()
+        return hidden, (hidden * 2, hidden.sum(1))
+
+
+class States(Looped):
+    """Unpacks what its blocks return, and uses the first element."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleList(Stateful(models.WIDTH, models.WIDTH) for _ in range(4))
+        for block, kind in zip(self.blocks, ("near", "far", "near", "far"), strict=True):
+            block.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks:
+            hidden, _ = block(hidden)
+        return self.head(hidden)
+
+
+class ReadStates(States):
+    """Uses what its blocks return besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks:
+            hidden, (_, last) = block(hidden)
+        return self.head(hidden) + last.sum()
+
+
+class HandedStates(States):
+    """Hands on what its blocks return besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, state = self.before(x), None
+        for block in self.blocks:
+            hidden, state = block(hidden, state)
+        return self.head(hidden)
+
+
 class Sliced(Looped):
     """Calls some of its layers alone."""
 
@@ -247,7 +291,7 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
     "kind",
     [
         *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
-        *("Listed", "ListedTuples", "Looped", "Nested"),
+        *("Listed", "ListedTuples", "Looped", "Nested", "States"),
     ],
 )
 def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +323,8 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("HalfFrozen", "Block 2 is called with other settings of autograd"),
         ("HalfCast", "Block 2 is called with other settings of autograd or autocast"),
         ("Sliced", "A layer of the backbone was called by itself"),
+        ("ReadStates", "What a block returns beside its hidden state was used"),
+        ("HandedStates", "What a block returns beside its hidden state was used"),
         ("Cached", "Block 0 was given a object, which can't be split"),
     ],
 )

@@ -268,6 +268,19 @@ def test_the_search_holds_no_more_than_it_gains_by(micro_batches: int) -> None:
     assert not any(action.op == "W" for program in found.programs for action in program)
 
 
+@pytest.mark.parametrize("micro_batches", [8, 32])
+def test_only_those_backwards_are_split_that_others_wait_for(micro_batches: int) -> None:
+    """On two ranks a few of the last ones: as short as if all were, and no more is held."""
+    costs = Costs((1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (1.0, 1.0), (1.0, 1.0))
+    every = search(rounds(2), micro_batches, "never", costs, limit=3, splits_all=True)
+    some = search(rounds(2), micro_batches, "never", costs, limit=3)
+    assert all(action.op != "B" for program in every.programs for action in program)
+    assert sum(action.op == "W" for program in some.programs for action in program) <= 3
+    lengths = simulate(some, costs).length, simulate(every, costs).length
+    assert lengths[0] == lengths[1] == 3 * micro_batches + 1
+    assert held(some) <= 3
+
+
 def random_case(number: int) -> tuple[tuple[int, ...], int, Checkpoint, Costs, float]:
     draw = random.Random(number)
     ranks, virtual = draw.randint(1, 6), draw.choice((1, 1, 2, 3))

@@ -18,6 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.text import Perplexity
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.engine.executor import Executor
 from tests import step_models as models
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
@@ -376,3 +378,63 @@ def test_models_are_called_in_hooks(stages: int) -> None:
     assert len(expected[0]) == 3
     for found in run_ranks(samples, stages, stages):
         torch.testing.assert_close(found, expected)
+
+
+class Wide(models.Language):
+    """Returns more than the last stage tells while its backwards are to come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        rows = batch[0].double().repeat(1, self.repeats) * loss.detach()
+        return {"loss": loss, "rows": rows}
+
+    repeats = 1
+
+
+class Order(L.Callback):
+    """Notes on the last stage what is told and what is computed, and what steps return."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.rows: list[Tensor] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        broadcast, do = ObjectChannel.broadcast, Executor.do
+
+        def noted(channel: ObjectChannel, kind: Any, value: Any, source: int) -> Any:
+            if kind == "told" and value is not None:
+                self.events.append(kind)
+            return broadcast(channel, kind, value, source)
+
+        def done(executor: Executor, action: Any, *args: Any, **kwargs: Any) -> None:
+            self.events.append(action.op)
+            do(executor, action, *args, **kwargs)
+
+        ObjectChannel.broadcast, Executor.do = noted, done  # type: ignore[method-assign]
+
+    def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
+        self.rows.append(outputs["rows"].clone())
+
+
+def ordered(repeats: int, schedule: Any) -> tuple[list[str], list[Tensor]]:
+    order, module = Order(), Wide()
+    module.repeats = repeats
+    strategy = GPipeStrategy(
+        4, stages=2, step="micro-batch", checkpoint="never", schedule=schedule
+    )
+    run = trainer(devices=2, strategy=strategy, max_steps=4, callbacks=[order])
+    run.fit(module)
+    return order.events, order.rows
+
+
+@pytest.mark.parametrize("repeats", [1, 4000])
+@pytest.mark.parametrize("schedule", ["searched", "fill_drain"])
+def test_the_last_stage_tells_before_its_backwards_end(repeats: int, schedule: str) -> None:
+    """Where that is little: nobody waits for it."""
+    first, last = run_ranks(ordered, 2, repeats, schedule)
+    events = last[0][len(last[0]) // 2 :]  # of the third and fourth step
+    told = events.index("told")
+    is_ahead = events[told + 1] in "BIW" if told + 1 < len(events) else False
+    assert is_ahead == (repeats == 1)
+    torch.testing.assert_close(first[1], last[1], rtol=0, atol=0)
+    assert all(rows.shape[1] == repeats * models.LENGTH and rows.any() for rows in first[1])

@@ -30,7 +30,7 @@ from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
 from lightning_gpipe.engine.stopwatch import span
-from lightning_gpipe.engine.telling import share_weights, tell
+from lightning_gpipe.engine.telling import share_weights, tell, tell_ahead
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.loop import of_any_loop
 from lightning_gpipe.model.remote import Where, outline_of
@@ -152,7 +152,7 @@ class PerMicroBatch:
             self._running = None
         share_weights(running, self._groups)
         self._reductions.warn(running)
-        tell(self.trace, self._groups)
+        tell(running, self.trace, self._groups)
         return weighting
 
     def _run(self, running: Running) -> None:
@@ -171,6 +171,7 @@ class PerMicroBatch:
                 forwards -= 1
                 if not forwards and running.batch is not None:
                     self._rank.executor.end_forward(running.batch)
+                    tell_ahead(running, self.trace, self._groups)
             elif running.batch is not None:
                 self._backward(running, running.batch, action, last[action.stage])
 

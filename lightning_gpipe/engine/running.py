@@ -52,6 +52,7 @@ class Running:
         m: The micro-batch whose step runs.
         has_called: Whether that step has called the backbone.
         outcomes: What the steps gave.
+        has_told: Whether this rank's values of it were told to the others.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Running:
     m: int = 0
     has_called: bool = False
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    has_told: bool = False
 
     def before(self, part: int) -> Tensor | None:
         """Prepare the last backward of a stage or a side.

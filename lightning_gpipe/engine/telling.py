@@ -8,6 +8,8 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.running import Running
 from lightning_gpipe.model.step_trace import StepTrace
 
+_SMALL = 1 << 16  # bytes that the source needn't wait for
+
 
 def share_weights(running: Running, groups: Groups) -> None:
     """Let every rank know the weights that the step returned. Collective, if there are any."""
@@ -24,11 +26,29 @@ def share_weights(running: Running, groups: Groups) -> None:
 
 
 @torch.no_grad()
-def tell(trace: StepTrace, groups: Groups) -> None:
+def tell_ahead(running: Running, trace: StepTrace, groups: Groups) -> None:
+    """Tell the last stage's values as soon as its steps have run, if nobody waits for that.
+
+    Its backwards may take longer than those of other ranks, which can go on to the next mini-batch.
+    """
+    has_weights = any(outcome.weight is not None for outcome in running.outcomes.values())
+    if not groups.is_last or groups.stages == 1 or has_weights:
+        return
+    values = trace.left()
+    in_host = all(groups.pipeline.is_in_host(value.device.type) for value in values.values())
+    if in_host and sum(value.nbytes for value in values.values()) <= _SMALL:
+        groups.pipeline.broadcast("told", (trace.mark, values), source=groups.stages - 1)
+        running.has_told = True
+
+
+@torch.no_grad()
+def tell(running: Running, trace: StepTrace, groups: Groups) -> None:
     """Tell all ranks the values that are left of the steps. Collective."""
     if groups.stages > 1:
         last = groups.stages - 1
         for source in (last, *sorted(trace.sources - {last})):
+            if source == groups.stage == last and running.has_told:
+                continue
             own = (trace.mark, trace.left()) if source == groups.stage else None
             mark, values = groups.pipeline.broadcast("told", own, source=source)
             if mark != trace.mark:

@@ -19,19 +19,22 @@ from torch import nn
 
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
-from lightning_gpipe.model.promise import stand_in
+from lightning_gpipe.model.promise import Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
 
 #: Runs all blocks: called with the first one's value and how each is run.
 RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
 #: Lets modules be called as if nothing were redirected.
 AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
+#: Attributes that a list has only while it is in a pipeline.
+_OWN = "as_tuple", "_beside", "_listener"
 
 
 class Listening(nn.Module):
     """A list of layers whose loops, while a function is attached, meet stand-ins of its layers."""
 
     as_tuple: bool | None = None
+    _beside: tuple[Any, ...] | None = None
     _listener: _Listener | None = None
 
     def attach(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
@@ -50,7 +53,7 @@ class Listening(nn.Module):
 
     def give_back(self, kind: type[nn.Module]) -> None:
         """Be of a class again that the list was of before it was taken over."""
-        for name in ("as_tuple", "_listener"):
+        for name in _OWN:
             self.__dict__.pop(name, None)
         self.__class__ = kind  # type: ignore[assignment]
 
@@ -117,7 +120,7 @@ class Sequential(Listening, nn.Sequential):
         return listener.is_alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_listener", "as_tuple")}
+        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
         return nn.Sequential, (), state
 
 
@@ -152,16 +155,18 @@ class _Listener:
         """
         if index == 0:
             _refuse_capturing()
-            if blocks.as_tuple is None:
+            if blocks._beside is None and blocks.as_tuple is not False:
                 first = next(iter(blocks._modules.values()))
                 with self._as_written(first):
-                    blocks.as_tuple = _returns_tuple(first, args, kwargs)
+                    beside = _beside_hidden(first, args, kwargs)
+                blocks._beside = beside or ()
+                blocks.as_tuple = blocks.as_tuple or beside is not None
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
         if index < len(blocks._modules) - 1:
             promise = loop.next_promise()
-            return (promise,) if blocks.as_tuple else promise
+            return (promise, *(blocks._beside or ())) if blocks.as_tuple else promise
         self._loop = None
         value, program = loop.end()
         return self._run(value, program.run)
@@ -171,15 +176,23 @@ def _nobody() -> None:
     return None
 
 
-def _returns_tuple(block: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a block returns a tuple; if it can't run without data, it is taken not to."""
+def _beside_hidden(
+    block: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Any, ...] | None:
+    """What stands for the elements behind the first of the tuple that a block returns.
+
+    None where it returns no tuple, or where it can't run without data.
+    """
     if block is None:
-        return False
+        return None
     try:
         with torch._C.DisableTorchFunction():
-            return isinstance(run_on_meta(block, *args, **kwargs), tuple)
+            returned = run_on_meta(block, *args, **kwargs)
     except (UntraceableLayer, TypeError):
-        return False
+        return None
+    if not isinstance(returned, tuple):
+        return None
+    return tuple(None if element is None else Unknown() for element in returned[1:])
 
 
 def _refuse_capturing() -> None:

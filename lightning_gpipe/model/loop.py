@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_gpipe.model.promise import CONDITION, Promise
+from lightning_gpipe.model.promise import CONDITION, Promise, Unknown
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import CONSTANTS
 
@@ -206,6 +206,8 @@ class Loop:
                 f"Block {index} was given the output of another block than the one before it."
                 f" {CONDITION}"
             )
+        if isinstance(leaf, Unknown):
+            leaf.refuse()
         if isinstance(leaf, Tensor):
             for i, known in enumerate(self.tensors):
                 if known is leaf:

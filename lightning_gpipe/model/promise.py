@@ -94,6 +94,28 @@ def stand_in(block: Any, call: Callable[[Any, Any], Any]) -> StandIn:
     return kind(block, call)
 
 
+class Unknown:
+    """Stands for what a block returns beside its hidden state, in a tuple: it may not be used."""
+
+    __slots__ = ()
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        """Tell why it can't be used."""
+        raise RuntimeError(
+            "What a block returns beside its hidden state was used, which isn't known before the"
+            " last block is called: such as the state of an LSTM, or a position bias that the first"
+            f" block makes for the others. Compute it in each block. {CONDITION}"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python, copies and the like ask for
+            raise AttributeError(name)
+        return self.refuse()
+
+    __torch_function__ = classmethod(refuse)
+    __iter__ = __getitem__ = __len__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = refuse
+
+
 class Promise(Tensor):
     """Stands for the output of a block until the last one is called; has no values.
 

@@ -38,11 +38,13 @@ class Measuring:
             return
         if self._mini_batches == _WARM_UP:
             self._recording.resume()
+            self._schedules.splits = "all"
+            steps.make_new_schedules()
         elif self._mini_batches == _WARM_UP + _SPLIT:
-            self._schedules.splits = False
+            self._schedules.splits = "none"
             steps.make_new_schedules()
         elif self._mini_batches == _WARM_UP + _SPLIT + _WHOLE:
-            self._is_wanted, self._schedules.splits = False, True
+            self._is_wanted, self._schedules.splits = False, "some"
             self._recording.pause()
             own_times = durations(self._recording.take())
             own = own_times, self._rank.executor.unsplit, self._rank.links.message_s()

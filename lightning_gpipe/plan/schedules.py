@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.settings import Settings
@@ -30,7 +31,8 @@ class Schedules:
         replicas: D. With several a stage's last backward is whole, for the reducer to see it.
         costs: What the actions take, as far as it is known.
         whole: Stages whose backward can't be split.
-        splits: Whether a backward is split at all.
+        splits: Which backwards are split: while they are measured none or all, else those where it
+            helps.
     """
 
     settings: Settings
@@ -38,7 +40,7 @@ class Schedules:
     replicas: int
     costs: Costs
     whole: frozenset[int] = frozenset()
-    splits: bool = True
+    splits: Literal["none", "all", "some"] = "some"
 
     @classmethod
     def unmeasured(cls, settings: Settings, partition: Partition, replicas: int) -> Schedules:
@@ -87,8 +89,9 @@ class Schedules:
             checkpoint,
             self.costs,
             self._limit(micro_batches),
-            self.whole if self.splits else frozenset(range(len(self.placement))),
+            frozenset(range(len(self.placement))) if self.splits == "none" else self.whole,
             joins_last=self.replicas > 1,
+            splits_all=self.splits == "all",
         )
 
     def _limit(self, micro_batches: int) -> float:

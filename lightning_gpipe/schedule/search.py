@@ -42,6 +42,7 @@ def search(
     limit: float = math.inf,
     whole: frozenset[int] = frozenset(),
     joins_last: bool = False,
+    splits_all: bool = False,
 ) -> Schedule:
     """Find a short schedule.
 
@@ -64,11 +65,12 @@ def search(
             that one does.
         whole: Stages whose backward can't be split.
         joins_last: Whether the last micro-batch's backward isn't split on any stage.
+        splits_all: Whether all others are, where that keeps the limit: to measure what it costs.
     """
     ranks = max(placement) + 1
     kept = micro_batches - recomputed(checkpoint, micro_batches)
     end = micro_batches - joins_last
-    split = _splits(placement, end, whole)
+    split = _splits(placement, end, whole)[: 1 if splits_all else None]
     none = tuple(end for _ in placement)
     found: list[_Found] = []
     # with rounded times what comes almost together does so, and ranks keep in step
@@ -76,7 +78,7 @@ def search(
         (costs, split, _FACTORS),
         (costs.rounded(1), split, _FACTORS),
         (costs.rounded(4), split, (1.0, math.inf)),
-        (costs, [none], (1.0, math.inf)),
+        (costs, [] if splits_all else [none], (1.0, math.inf)),
     ):
         shares = _SHARES if limit < math.inf else (1.0,)
         for begin, factor, share in product(begins, factors, shares):
@@ -90,6 +92,8 @@ def search(
     if placement == tuple(range(ranks)) * (len(placement) // ranks):
         others.append(one_f_one_b(placement, micro_batches, checkpoint))
     known = [_Found(other, simulate(other, costs).length, held(other)) for other in others]
+    if splits_all and found:
+        known = []
     found += known
     least = min(max(one.held, limit) for one in found)
     slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
