@@ -419,9 +419,7 @@ class Order(L.Callback):
 def ordered(repeats: int, schedule: Any) -> tuple[list[str], list[Tensor]]:
     order, module = Order(), Wide()
     module.repeats = repeats
-    strategy = GPipeStrategy(
-        4, stages=2, step="micro-batch", checkpoint="never", schedule=schedule
-    )
+    strategy = GPipeStrategy(4, stages=2, step="micro-batch", checkpoint="never", schedule=schedule)
     run = trainer(devices=2, strategy=strategy, max_steps=4, callbacks=[order])
     run.fit(module)
     return order.events, order.rows

@@ -112,7 +112,10 @@ class Unknown:
             raise AttributeError(name)
         return self.refuse()
 
-    __torch_function__ = classmethod(refuse)
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        return cls().refuse()
+
     __iter__ = __getitem__ = __len__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = refuse
 
 

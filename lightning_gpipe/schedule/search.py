@@ -52,8 +52,8 @@ def search(
     backwards are split, and compares with fill-drain and 1F1B. Of what is as short, it takes what
     holds the fewest activations where they are re-materialized (within 1 %), and what has the
     fewest actions where they are kept (within 0.5 %). What it finds is never longer than fill-drain
-    or 1F1B, if these keep the limit. Forwards, backwards and the backwards of weights run in the order of
-    micro-batches in every stage.
+    or 1F1B, if these keep the limit. Forwards, backwards and the backwards of weights run in the
+    order of micro-batches in every stage.
 
     Args:
         placement: For each stage its rank.
