@@ -117,10 +117,14 @@ class Nested(Looped):
 
 
 class Stateful(nn.Linear):
-    """Returns a state beside the hidden one."""
+    """Returns a state beside the hidden one, or perhaps a tensor."""
 
-    def forward(self, hidden: Tensor, state: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    gives: bool | None = None
+
+    def forward(self, hidden: Tensor, state: Any = None) -> Any:
         hidden = super().forward(hidden if state is None else hidden + state[0]).tanh()
+        if self.gives is not None:
+            return hidden, hidden.sum(1) if self.gives else None
         return hidden, (hidden * 2, hidden.sum(1))
 
 
@@ -148,6 +152,30 @@ class ReadStates(States):
         for block in self.blocks:
             hidden, (_, last) = block(hidden)
         return self.head(hidden) + last.sum()
+
+
+class Auxiliary(States):
+    """Adds up what some of its blocks return besides, where that is a tensor."""
+
+    def build(self) -> None:
+        super().build()
+        for i, block in enumerate(self.blocks):
+            block.gives = i % 2 == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, sums = self.before(x), x.new_zeros(())
+        for block in self.blocks:
+            hidden, more = block(hidden)
+            sums = self.added(sums, more)
+        return self.head(hidden) + sums
+
+    def added(self, sums: Tensor, more: Any) -> Tensor:
+        return sums if more is None else sums + more.sum()
+
+
+class Typed(Auxiliary):
+    def added(self, sums: Tensor, more: Any) -> Tensor:
+        return sums + more.sum() if isinstance(more, Tensor) else sums
 
 
 class HandedStates(States):
@@ -324,6 +352,8 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("HalfCast", "Block 2 is called with other settings of autograd or autocast"),
         ("Sliced", "A layer of the backbone was called by itself"),
         ("ReadStates", "What a block returns beside its hidden state was used"),
+        ("Auxiliary", "What a block returns beside its hidden state was used"),
+        ("Typed", "What a block returns beside its hidden state was used"),
         ("HandedStates", "What a block returns beside its hidden state was used"),
         ("Cached", "Block 0 was given a object, which can't be split"),
     ],

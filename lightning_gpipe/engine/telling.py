@@ -8,7 +8,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.running import Running
 from lightning_gpipe.model.step_trace import StepTrace
 
-_SMALL = 1 << 16  # bytes that the source needn't wait for
+_SMALL, _FEW = 1 << 16, 256  # bytes and values that the source needn't wait for
 
 
 def share_weights(running: Running, groups: Groups) -> None:
@@ -36,7 +36,8 @@ def tell_ahead(running: Running, trace: StepTrace, groups: Groups) -> None:
         return
     values = trace.left()
     in_host = all(groups.pipeline.is_in_host(value.device.type) for value in values.values())
-    if in_host and sum(value.nbytes for value in values.values()) <= _SMALL:
+    is_little = sum(value.nbytes for value in values.values()) <= _SMALL and len(values) <= _FEW
+    if in_host and is_little:
         groups.pipeline.broadcast("told", (trace.mark, values), source=groups.stages - 1)
         running.has_told = True
 

@@ -26,15 +26,12 @@ from lightning_gpipe.model.run_layer import RunLayer
 RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
 #: Lets modules be called as if nothing were redirected.
 AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
-#: Attributes that a list has only while it is in a pipeline.
-_OWN = "as_tuple", "_beside", "_listener"
 
 
 class Listening(nn.Module):
     """A list of layers whose loops, while a function is attached, meet stand-ins of its layers."""
 
     as_tuple: bool | None = None
-    _beside: tuple[Any, ...] | None = None
     _listener: _Listener | None = None
 
     def attach(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
@@ -53,7 +50,7 @@ class Listening(nn.Module):
 
     def give_back(self, kind: type[nn.Module]) -> None:
         """Be of a class again that the list was of before it was taken over."""
-        for name in _OWN:
+        for name in ("as_tuple", "_listener"):
             self.__dict__.pop(name, None)
         self.__class__ = kind  # type: ignore[assignment]
 
@@ -97,7 +94,8 @@ class Blocks(Listening, nn.ModuleList):
     Args:
         blocks: Called as ``block(hidden, *extra, **more)``; hidden ``[batch, …]``.
         as_tuple: Whether a block returns a tuple, of which the model takes the first element; None:
-            find it out, by a run of the first block without data.
+            find it out. Unless it is False, a run of the first block without data tells how long
+            the tuple is.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], as_tuple: bool | None = None) -> None:
@@ -120,7 +118,7 @@ class Sequential(Listening, nn.Sequential):
         return listener.is_alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_listener", "as_tuple")}
         return nn.Sequential, (), state
 
 
@@ -137,6 +135,7 @@ class _Listener:
     def __init__(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
         self._run, self._as_written, self.is_alone = run, as_written, is_alone
         self._loop: Loop | None = None
+        self._beside: int | None = None  # how many elements a block returns behind the first
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()
@@ -155,18 +154,19 @@ class _Listener:
         """
         if index == 0:
             _refuse_capturing()
-            if blocks._beside is None and blocks.as_tuple is not False:
+            if self._beside is None and blocks.as_tuple is not False:
                 first = next(iter(blocks._modules.values()))
                 with self._as_written(first):
-                    beside = _beside_hidden(first, args, kwargs)
-                blocks._beside = beside or ()
-                blocks.as_tuple = blocks.as_tuple or beside is not None
+                    count = _length_of_tuple(first, args, kwargs)
+                self._beside = max(count - 1, 0)
+                blocks.as_tuple = blocks.as_tuple or count > 0
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
         if index < len(blocks._modules) - 1:
             promise = loop.next_promise()
-            return (promise, *(blocks._beside or ())) if blocks.as_tuple else promise
+            beside = (Unknown() for _ in range(self._beside or 0))
+            return (promise, *beside) if blocks.as_tuple else promise
         self._loop = None
         value, program = loop.end()
         return self._run(value, program.run)
@@ -176,23 +176,16 @@ def _nobody() -> None:
     return None
 
 
-def _beside_hidden(
-    block: nn.Module | None, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Any, ...] | None:
-    """What stands for the elements behind the first of the tuple that a block returns.
-
-    None where it returns no tuple, or where it can't run without data.
-    """
+def _length_of_tuple(block: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> int:
+    """Elements of the tuple that a block returns; 0: none, or it can't run without data."""
     if block is None:
-        return None
+        return 0
     try:
         with torch._C.DisableTorchFunction():
             returned = run_on_meta(block, *args, **kwargs)
     except (UntraceableLayer, TypeError):
-        return None
-    if not isinstance(returned, tuple):
-        return None
-    return tuple(None if element is None else Unknown() for element in returned[1:])
+        return 0
+    return len(returned) if isinstance(returned, tuple) else 0
 
 
 def _refuse_capturing() -> None:

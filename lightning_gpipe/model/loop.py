@@ -201,13 +201,13 @@ class Loop:
 
     def _entry(self, leaf: Any, index: int) -> Entry:
         """How an argument is noted: tensors once, whichever blocks they are for."""
+        if type(leaf) is Unknown:
+            leaf.refuse()
         if isinstance(leaf, Promise):
             raise RuntimeError(
                 f"Block {index} was given the output of another block than the one before it."
                 f" {CONDITION}"
             )
-        if isinstance(leaf, Unknown):
-            leaf.refuse()
         if isinstance(leaf, Tensor):
             for i, known in enumerate(self.tensors):
                 if known is leaf:

@@ -116,7 +116,15 @@ class Unknown:
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         return cls().refuse()
 
-    __iter__ = __getitem__ = __len__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = refuse
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance, whose answer isn't known either
+        return self.refuse()
+
+    __hash__ = None  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
+    __iter__ = __getitem__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = refuse
 
 
 class Promise(Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_gpipe.model.partition import Partition
@@ -14,7 +14,7 @@ from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import chained, fill_drain, forward_only, without_backwards
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.placement import rounds
-from lightning_gpipe.schedule.search import search
+from lightning_gpipe.schedule.search import held, search
 
 _HELD = 2  # micro-batches whose activations a stage may hold, even if all are recomputed
 #: What a stage may hold of those that are kept, times K: 1F1B holds K.
@@ -83,12 +83,15 @@ class Schedules:
                 return fill_drain(self.placement, micro_batches, checkpoint, ascending=True)
             case "1f1b" | "interleaved":
                 return one_f_one_b(self.placement, micro_batches, checkpoint)
+        limit = self._limit(micro_batches)
+        if self.splits == "all":  # what is planned has room for this much
+            limit = min(limit, held(replace(self, splits="some").make(micro_batches)))
         return search(
             self.placement,
             micro_batches,
             checkpoint,
             self.costs,
-            self._limit(micro_batches),
+            limit,
             frozenset(range(len(self.placement))) if self.splits == "none" else self.whole,
             joins_last=self.replicas > 1,
             splits_all=self.splits == "all",
