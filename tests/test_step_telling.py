@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -391,38 +392,37 @@ class Wide(models.Language):
     repeats = 1
 
 
-class Order(L.Callback):
-    """Notes on the last stage what is told and what is computed, and what steps return."""
+class Rows(L.Callback):
+    """Keeps what steps return."""
 
     def __init__(self) -> None:
-        self.events: list[str] = []
         self.rows: list[Tensor] = []
-
-    def on_train_start(self, *_: Any) -> None:
-        broadcast, do = ObjectChannel.broadcast, Executor.do
-
-        def noted(channel: ObjectChannel, kind: Any, value: Any, source: int) -> Any:
-            if kind == "told" and value is not None:
-                self.events.append(kind)
-            return broadcast(channel, kind, value, source)
-
-        def done(executor: Executor, action: Any, *args: Any, **kwargs: Any) -> None:
-            self.events.append(action.op)
-            do(executor, action, *args, **kwargs)
-
-        ObjectChannel.broadcast, Executor.do = noted, done  # type: ignore[method-assign]
 
     def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
         self.rows.append(outputs["rows"].clone())
 
 
 def ordered(repeats: int, schedule: Any) -> tuple[list[str], list[Tensor]]:
-    order, module = Order(), Wide()
+    """In which order this rank tells and computes, and what its steps return."""
+    broadcast, do = ObjectChannel.broadcast, Executor.do
+    events: list[str] = []
+
+    def noted(channel: ObjectChannel, kind: Any, value: Any, source: int) -> Any:
+        if kind == "told" and value is not None:
+            events.append(kind)
+        return broadcast(channel, kind, value, source)
+
+    def done(executor: Executor, action: Any, *args: Any, **kwargs: Any) -> None:
+        events.append(action.op)
+        do(executor, action, *args, **kwargs)
+
+    rows, module = Rows(), Wide()
     module.repeats = repeats
     strategy = GPipeStrategy(4, stages=2, step="micro-batch", checkpoint="never", schedule=schedule)
-    run = trainer(devices=2, strategy=strategy, max_steps=4, callbacks=[order])
-    run.fit(module)
-    return order.events, order.rows
+    run = trainer(devices=2, strategy=strategy, max_steps=4, callbacks=[rows])
+    with patch.object(ObjectChannel, "broadcast", noted), patch.object(Executor, "do", done):
+        run.fit(module)
+    return events, rows.rows
 
 
 @pytest.mark.parametrize("repeats", [1, 4000])

@@ -71,10 +71,14 @@ class Running:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     has_told: bool = False
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether a step has returned a weight."""
+        return any(outcome.weight is not None for outcome in self.outcomes.values())
+
     def before(self, part: int) -> Tensor | None:
         """Prepare the last backward of a stage or a side.
 
         Gradients whose weights are known only at the end are averaged after that.
         """
-        is_weighted = any(outcome.weight is not None for outcome in self.outcomes.values())
-        return None if self.before_last is None or is_weighted else self.before_last(part)
+        return None if self.before_last is None or self.is_weighted else self.before_last(part)

@@ -13,7 +13,7 @@ _SMALL, _FEW = 1 << 16, 256  # bytes and values that the source needn't wait for
 
 def share_weights(running: Running, groups: Groups) -> None:
     """Let every rank know the weights that the step returned. Collective, if there are any."""
-    if not any(outcome.weight is not None for outcome in running.outcomes.values()):
+    if not running.is_weighted:
         return
     if any(outcome.weight is None for outcome in running.outcomes.values()):
         raise RuntimeError(
@@ -31,8 +31,7 @@ def tell_ahead(running: Running, trace: StepTrace, groups: Groups) -> None:
 
     Its backwards may take longer than those of other ranks, which can go on to the next mini-batch.
     """
-    has_weights = any(outcome.weight is not None for outcome in running.outcomes.values())
-    if not groups.is_last or groups.stages == 1 or has_weights:
+    if not groups.is_last or groups.stages == 1 or running.is_weighted:
         return
     values = trace.left()
     in_host = all(groups.pipeline.is_in_host(value.device.type) for value in values.values())
