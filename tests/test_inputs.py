@@ -50,7 +50,9 @@ CASES = {
     "half": Case(lambda m, x: x.half(), lambda v: v.double()),
     "integers": Case(lambda m, x: (3 * x).long(), lambda v: v.double()),
     "expanded": Case(lambda m, x: x[:1].expand(8, 6)),
-    "expanded, wants a gradient": Case(lambda m, x: m.image[:, :1].expand(8, 6)),
+    "expanded beside, wants a gradient": Case(
+        lambda m, x: (x, m.image[:, :1].expand(8, 6)), first, beside
+    ),
     "not contiguous": Case(lambda m, x: x.T.contiguous().T),
     "wants a gradient": Case(lambda m, x: m.image * x),
     "twice the same": Case(
