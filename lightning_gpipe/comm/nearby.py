@@ -381,7 +381,7 @@ class Mail:
 
 def _bytes_of(data: Tensor) -> memoryview:
     """A tensor's memory."""
-    if not data.is_contiguous() or data.device.type != "cpu":
+    if not data.is_cpu or not data.is_contiguous():
         raise ValueError("a message is contiguous and in host memory")
-    flat = data if data.dtype == torch.uint8 else data.detach().reshape(-1).view(torch.uint8)
+    flat = data if data.dtype is torch.uint8 else data.detach().reshape(-1).view(torch.uint8)
     return flat.numpy().data

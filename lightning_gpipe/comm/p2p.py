@@ -29,7 +29,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -199,6 +199,7 @@ class Receiver:
         answers: The sender whose boundaries are answered by those that arrive.
     """
 
+    gives_memory: ClassVar[bool] = True
     channel: Channel
     answers: Sender | None = None
     _layouts: Layouts = field(default_factory=Layouts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -65,10 +66,15 @@ class Packet:
         for kind in layout.kinds:
             starts.append(end)
             end += -(-kind.nbytes // _ALIGNED) * _ALIGNED
-        with torch.inference_mode(False):  # it may be used again where there are gradients
+        # it may be used again where there are gradients
+        inferring = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inferring else nullcontext():
             #: What is sent, ``uint8``.
             self.buffer = buffer = host_buffer(end)
-            self._parts = [_part(buffer, s, k) for s, k in zip(starts, layout.kinds, strict=True)]
+            self._parts = [
+                _part(buffer, start, kind, plain)
+                for start, kind, plain in zip(starts, layout.kinds, layout.plain, strict=True)
+            ]
         self._head = memoryview(buffer.numpy().data)[: _HEAD.size]
 
     def write(self, training: bool, m: int, announced: int) -> None:
@@ -158,10 +164,10 @@ def _is_plain(kind: TensorType) -> bool:
     return kind.device_type == "cpu" and dense and not is_expanded
 
 
-def _part(buffer: Tensor, start: int, kind: TensorType) -> Tensor:
+def _part(buffer: Tensor, start: int, kind: TensorType, plain: bool) -> Tensor:
     """A stretch of a buffer as a tensor that is no view: changed in place it tells no other."""
     storage = buffer.untyped_storage()
-    if _is_plain(kind):
+    if plain:
         place = start // kind.dtype.itemsize
         part = torch.empty(0, dtype=kind.dtype, device="cpu")
         return part.set_(storage, place, kind.shape, kind.stride)

@@ -83,13 +83,13 @@ class _Running:
     uses: int = 0
     row: tuple[Tensor, ...] = ()
 
-    @torch.no_grad()
     def keep(self, layer: _NormBase) -> None:
         """Keep what a layer of the user's has put in the row's place, and not in the row."""
         for name, row in zip(_BUFFERS, self.row, strict=False):
             put = layer._buffers.get(name)
-            if put is not None and put is not row:
-                row.copy_(put)
+            if put is not row and put is not None:
+                with torch.no_grad():
+                    row.copy_(put)
 
 
 _BUFFERS = "running_mean", "running_var", "num_batches_tracked"
@@ -176,7 +176,7 @@ class DeferredBatchNorm:
             self._active = None
             for layer, running in active.items():
                 running.keep(layer)
-                layer.momentum = running.momentum
+                _set_momentum(layer, running.momentum)
                 layer._buffers.update(running.buffers)
 
     @torch.no_grad()
@@ -241,7 +241,12 @@ class DeferredBatchNorm:
         buffers["num_batches_tracked"] = (
             torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
         )
-        layer.momentum = 1.0
+        _set_momentum(layer, 1.0)
+
+
+def _set_momentum(layer: _NormBase, momentum: float | None) -> None:
+    """Set it without what modules do to find out what they are given."""
+    object.__setattr__(layer, "momentum", momentum)
 
 
 def _pooled(uses: Sequence[_Statistics], over_batch: bool) -> list[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lightning_gpipe.tensors.tree import Tree
 class MicroBatchInput:
     """What goes into the first stage, and the gradients that come out."""
 
+    gives_memory: ClassVar[bool] = False  # it is the user's
     _parts: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
     _wanted: dict[int, list[Tensor]] = field(default_factory=dict)
     _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class MicroBatchInput:
 class MicroBatchOutput:
     """What comes out of the last stage, and the gradients that go in."""
 
+    gives_memory: ClassVar[bool] = False
     _parts: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
     _wanted: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,13 @@ BeforeLast: TypeAlias = Callable[[int], Tensor | None]
 
 
 class Source(Protocol):
-    """Where activations or gradients come from."""
+    """Where activations or gradients come from.
+
+    Args:
+        gives_memory: Whether nobody else uses the memory of what is taken, so layers may change it.
+    """
+
+    gives_memory: ClassVar[bool]
 
     def expect(self, order: Iterable[int], training: bool) -> None:
         """Announce which micro-batches will be taken next, in this order."""
@@ -79,6 +85,7 @@ class OutputSide(Source, Sink, Protocol):
 class Local:
     """A link between two stages of one rank."""
 
+    gives_memory: ClassVar[bool] = False  # it may be in the graph of the stage that made it
     _held: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
 
     def expect(self, order: Iterable[int], training: bool) -> None:
@@ -276,14 +283,17 @@ class Executor:
     def _forward(self, action: Action, batch: MiniBatch) -> None:
         index, _, m = action
         call = batch.calls[index]
-        inputs, flags = self._activations_in(index, batch).take(m)
+        source = self._activations_in(index, batch)
+        inputs, flags = source.take(m)
         inputs = self._trial.take(inputs)
         outputs: Tree | None = None
         if not self._trial.has_failed:
             with self._trial.attempt():
                 self.watch.begin()
                 keep = (index, m) in batch.kept
-                outputs = self._stages[index].forward(call, m, inputs, flags, keep)
+                outputs = self._stages[index].forward(
+                    call, m, inputs, flags, keep, source.gives_memory
+                )
                 self.watch.end()
                 flags = call.micro_batches[m].output_requires_grad
         if outputs is None:

@@ -35,6 +35,8 @@ class MicroBatch:
 
     Args:
         input_requires_grad: For each input leaf whether it wants a gradient.
+        is_own: Whether nobody else uses the input's memory: where it isn't needed again, layers
+            get it as it is.
         output_requires_grad: The same for the output.
         stored: The input, kept for a recompute.
         roots: Where the backward of each output leaf that wants a gradient begins.
@@ -42,6 +44,7 @@ class MicroBatch:
     """
 
     input_requires_grad: list[bool]
+    is_own: bool = False
     output_requires_grad: list[bool] = field(default_factory=list)
     stored: Tree | None = None
     _versions: list[int] = field(default_factory=list)
@@ -55,11 +58,21 @@ class MicroBatch:
         """Whether anything on this stage or before it wants a gradient."""
         return any(self.output_requires_grad)
 
-    def enter(self, inputs: Tree) -> Tree:
-        """The input as the layers get it: copies, with a graph where a gradient is wanted."""
-        flags = self.input_requires_grad
-        leaves = [t if wants else _copied(t) for t, wants in zip(inputs.leaves, flags, strict=True)]
-        wanted = [i for i, wants in enumerate(flags) if wants]
+    def lent(self, inputs: Tree) -> Tree:
+        """The input as the layers get it where there are no gradients."""
+        copy = _unchanged if self.is_own else _copied
+        return inputs.with_leaves(list(map(copy, inputs.leaves)))
+
+    def enter(self, inputs: Tree, keep_input: bool = False) -> Tree:
+        """The input as the layers get it, with a graph where a gradient is wanted.
+
+        Args:
+            inputs: The input.
+            keep_input: Whether it is needed after that, too.
+        """
+        copy = _unchanged if self.is_own and not keep_input else _copied
+        leaves = list(map(copy, inputs.leaves))
+        wanted = [i for i, wants in enumerate(self.input_requires_grad) if wants]
         if wanted:
             self.catch = _Catch()
             start = _start(leaves[wanted[0]].device)
@@ -77,7 +90,7 @@ class MicroBatch:
             for t, wants in zip(inputs.leaves, flags, strict=True)
         ]
         if any(wants and not leaf.requires_grad for leaf, wants in zip(leaves, flags, strict=True)):
-            return self.enter(inputs)  # of strides that autograd's operations don't keep
+            return self.enter(inputs, True)  # of strides that autograd's operations don't keep
         return inputs.with_leaves(leaves)
 
     def end_forward(self, inputs: Tree, outputs: Tree, keeps_graph: bool) -> None:
@@ -111,7 +124,7 @@ class MicroBatch:
                 "The backbone's input was changed in place between its forward and its backward, so"
                 " the recomputed activations would be wrong. Change a clone of it."
             )
-        inputs = self.enter(self.stored)
+        inputs = self.enter(self.stored, keep_input)
         if not keep_input:
             self.stored = None
         return inputs
@@ -192,18 +205,19 @@ class MicroBatch:
 
 
 class _Entry(torch.autograd.Function):
-    """Copies a micro-batch's input, and catches its gradient as autograd made it.
+    """Catches the gradient of a micro-batch's input as autograd made it.
 
-    A copy, because a layer may work in place; and not a leaf's ``.grad``, because that has other
-    strides. The graph begins at an empty leaf, for it would keep the input as long as itself.
-    That gets no gradient, so one is enough for all.
+    A leaf's ``.grad`` has other strides.
+    It is given tensors that nobody else has, because a layer may work in place. The graph begins at
+    an empty leaf, for it would keep the input as long as itself. That gets no gradient, so one is
+    enough for all.
     """
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, catch: _Catch, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.catch = catch
         ctx.set_materialize_grads(False)
-        return tuple(map(strides.copy, inputs))
+        return tuple(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -224,13 +238,13 @@ def _start_of(entry: Node) -> Tensor:
     return start
 
 
-def copied(inputs: Tree) -> Tree:
-    """The input as the layers get it where there are no gradients."""
-    return inputs.with_leaves(list(map(_copied, inputs.leaves)))
-
-
 def _copied(leaf: Any) -> Any:
     return strides.copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _unchanged(leaf: Any) -> Any:
+    """A leaf as it is; a view is copied, because its own views can't be changed in place."""
+    return _copied(leaf) if isinstance(leaf, Tensor) and leaf._is_view() else leaf
 
 
 def _versions(tree: Tree) -> list[int]:

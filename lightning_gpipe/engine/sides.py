@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class BatchInput:
         split: How it is split.
         is_here: Whether this rank runs the first stage; else nothing is kept.
     """
+
+    gives_memory: ClassVar[bool] = False  # it is the user's
 
     def __init__(self, batch: Tree, split: Split, is_here: bool) -> None:
         self._split = split
@@ -68,6 +71,8 @@ class BatchOutput:
     Args:
         split: How the input was split.
     """
+
+    gives_memory: ClassVar[bool] = False
 
     split: Split
     _parts: list[tuple[Tree, list[bool]]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from lightning_gpipe.engine.autograd import no_values
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, copied
+from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
 from lightning_gpipe.tensors.tree import Tree
 
@@ -116,7 +116,13 @@ class Stage:
         return call.parameter_versions != self._parameter_versions()
 
     def forward(
-        self, call: StageCall, m: int, inputs: Tree, requires_grad: list[bool], keep_graph: bool
+        self,
+        call: StageCall,
+        m: int,
+        inputs: Tree,
+        requires_grad: list[bool],
+        keep_graph: bool,
+        is_own: bool = False,
     ) -> Tree:
         """Run a micro-batch forward.
 
@@ -128,15 +134,16 @@ class Stage:
             call: The call of the backbone; gets the record that :meth:`recompute` and
                 :meth:`backward` need.
             m: The micro-batch.
-            inputs: Tensors ``[n, …]`` without a graph. They stay as they are, even if the first
-                layer works in place.
+            inputs: Tensors ``[n, …]`` without a graph.
             requires_grad: For each input leaf whether it wants a gradient.
             keep_graph: Whether the activations are kept; otherwise the input is.
+            is_own: Whether nobody else uses the input's memory; else it stays as it is, even if the
+                first layer works in place.
 
         Returns:
             The output, without a graph.
         """
-        record, trains = MicroBatch(requires_grad), torch.is_grad_enabled()
+        record, trains = MicroBatch(requires_grad, is_own), torch.is_grad_enabled()
         call.micro_batches[m] = record
         drops = trains and not keep_graph
         if drops:
@@ -146,7 +153,7 @@ class Stage:
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._batch_norm.micro_batch(recompute=False),
         ):
-            enter = record.enter_for_now if drops else record.enter if trains else copied
+            enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)
             before = _marks(given)
             outputs = self._run(m, given, call, is_once=keep_graph)

@@ -201,16 +201,21 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast(Iterable[Any], value):
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    found: list[Tensor] = []
+    for item in cast(Iterable[Any], value):
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple, dict)) and item:
+            found += tensors_in(item)
+    return found
 
 
 def remote_in(value: Any) -> Iterator[RemoteTensor]:

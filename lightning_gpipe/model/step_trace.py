@@ -230,12 +230,12 @@ class StepTrace(TorchFunctionMode):
             return read_metadata(func, args, kwargs)
         name = name_of(func)
         self._count(name)
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         places = [where for where in map(self._where, tensors) if where is not None]
         where = frozenset.intersection(*places) if places else None
         if where is not None and not where:
             raise NotHere(_apart(name, tensors, self._where))
-        is_kept = any(id(tensor) in self._kept for tensor in tensors)
+        is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in tensors)
         if where is None or self.stage in where:
             if _DRAWS.search(name):
                 self._seed(self._micro_batch, self._calls)
@@ -257,7 +257,7 @@ class StepTrace(TorchFunctionMode):
         of = self.uses.of(tensors) if self.uses is not None else _NOTHING
         if self.uses is not None and where is not None:
             self.uses.after |= of
-        made = list(tensors_in(result))
+        made = tensors_in(result)
         if where is not None and name in _MOVE_STATISTICS:
             made += [t for t in tensors[1:3] if not isinstance(t, nn.Parameter)]
         for i, tensor in enumerate(made):

@@ -40,9 +40,11 @@ def from_bytes(
             itself in memory.
         dtype: The tensor's type.
     """
+    if is_dense(shape, stride):  # no view, so that its own views can be changed in place
+        made = torch.empty(0, dtype=dtype, device=data.device)
+        place = data.storage_offset() // dtype.itemsize
+        return made.set_(data.untyped_storage(), place, shape, stride)
     elements = data.view(dtype)
-    if is_dense(shape, stride):
-        return elements.as_strided(shape, stride)
     order = _memory_order(shape, stride)
     sizes = _distinct_sizes(shape, stride)
     inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -65,7 +67,7 @@ def byte_count(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -
 def copy(tensor: Tensor) -> Tensor:
     """A copy in memory of its own, with the same strides."""
     copied = tensor.clone()
-    if copied.stride() == tensor.stride():  # no view, so that its own views can be changed in place
+    if copied.stride() == tensor.stride():
         return copied
     return from_bytes(to_bytes(tensor).clone(), tensor.shape, tensor.stride(), tensor.dtype)
 
