@@ -10,7 +10,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ _OF_MODULES = vars(nn.Module()).keys()
 _NO_DATA = (type, ModuleType, FunctionType)
 _CONTAINERS = (list, dict, set)
 _outermost: _OwnState | None = None
+_is_in_pass = False
 
 
 @contextmanager
@@ -46,6 +47,9 @@ def own_state_kept(module: nn.Module, everything: bool = False) -> Iterator[None
     """
     global _outermost
     outer = _outermost
+    if _is_in_pass:
+        yield
+        return
     if outer is not None:
         try:
             yield
@@ -59,6 +63,24 @@ def own_state_kept(module: nn.Module, everything: bool = False) -> Iterator[None
         _outermost = None
         state.put_back(everything)
         state.clear_caches(_caches())
+
+
+@contextmanager
+def own_state_kept_in_pass(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """The same around calls of all layers in turn: once for all of them, since it takes a while.
+
+    As in a real pass, a layer finds what those before it have kept.
+
+    Args:
+        layers: All layers of the backbone.
+    """
+    global _is_in_pass
+    with own_state_kept(nn.ModuleList(layers)):
+        before, _is_in_pass = _is_in_pass, True
+        try:
+            yield
+        finally:
+            _is_in_pass = before
 
 
 class _OwnState:

@@ -20,6 +20,7 @@ from lightning_gpipe.model.on_meta import (
     run_layer_on_meta,
     to_meta_leaf,
 )
+from lightning_gpipe.model.own_state import own_state_kept_in_pass
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.tensors.tree import Tree
@@ -200,7 +201,7 @@ def output_of(
         UntraceableLayer: If a layer needs the values of its input.
     """
     known: dict[Hashable, Tree] = {}
-    with torch.no_grad():
+    with own_state_kept_in_pass(layers), torch.no_grad():
         for index, layer in enumerate(layers):
             given = Tree.of(value, "A layer's input")
             key = signature(layer, run_layer, index, given)

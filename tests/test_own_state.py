@@ -1,0 +1,84 @@
+"""Passes over layers without values leave none of their tensors in what user code keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.model import own_state
+from lightning_gpipe.model.on_meta import Pretended, to_meta_leaf
+from lightning_gpipe.model.run_layer import run_layer
+from lightning_gpipe.plan.cost import layer_flops
+from lightning_gpipe.plan.memory import layer_memories
+from lightning_gpipe.plan.per_sample import PerSample
+from lightning_gpipe.plan.step_memory import output_of
+from lightning_gpipe.tensors.microbatch import Split
+from lightning_gpipe.tensors.tree import Tree
+
+KEPT: list[Tensor] = []
+
+
+class Keeps(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        KEPT.append(input)
+        return super().forward(input)
+
+
+class Takes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + KEPT[-1]
+
+
+def sample() -> Tensor:
+    return torch.zeros(8, 4)
+
+
+def whole_and_outline(layers: Sequence[nn.Module]) -> None:
+    passes, batch = PerSample(layers, 2, nullcontext), Tree.of(sample(), "The input")
+    assert not passes.whole(batch, run_layer)
+    assert passes.outline(batch, run_layer, Split.plan(batch, 2)) is not None
+
+
+def output(layers: Sequence[nn.Module]) -> Tree:
+    place = Pretended(torch.device("cpu"))
+    return output_of(layers, run_layer, to_meta_leaf(sample(), place), place)
+
+
+PASSES: dict[str, Callable[[Sequence[nn.Module]], object]] = {
+    "flops": lambda layers: layer_flops(layers, run_layer, sample()),
+    "memory": lambda layers: layer_memories(layers, run_layer, sample()),
+    "output": output,
+    "samples": whole_and_outline,
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_layer_finds_what_those_before_it_have_kept(name: str) -> None:
+    first = torch.zeros(8, 4)
+    KEPT[:] = [first]
+    PASSES[name]([Keeps(4, 4), Takes(), Keeps(4, 4), Takes()])
+    assert len(KEPT) == 1
+    assert KEPT[0] is first
+    KEPT.clear()
+    PASSES[name]([Keeps(4, 4), Takes()])
+    assert not KEPT
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_code_keeps_is_looked_for_once_a_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    class Counted(own_state._OwnState):
+        def put_back(self, everything: bool = False) -> None:
+            looks.append(everything)
+            super().put_back(everything)
+
+    monkeypatch.setattr(own_state, "_OwnState", Counted)
+    PASSES[name]([Keeps(4, 4) for _ in range(20)])
+    assert 0 < len(looks) <= 4
