@@ -228,3 +228,40 @@ def test_bits_are_the_same_whatever_layers_a_stage_has(momentum: float | None) -
 
     together, alone = moved(0, 5), [*moved(0, 2), *moved(2, 3), *moved(3, 5)]
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+def test_layers_are_compiled_once_for_all_micro_batches() -> None:
+    """Else behind Dynamo's limit they would run as if they weren't compiled."""
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    deferred = DeferredBatchNorm([layers[1]], deferred=True)
+    run = torch.compile(layers, backend=backend)
+    found = []
+    for count in (2, 12):
+        deferred.begin([4] * count)
+        for part in torch.randn(count, 4, 3):
+            with torch.no_grad(), deferred.micro_batch(recompute=False):
+                run(part)
+        deferred.finish()
+        found.append(len(compiled))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_a_momentum_that_is_a_tensor_of_the_layer_is_refused(kind: str) -> None:
+    layer = nn.BatchNorm1d(3)
+    del layer.momentum
+    if kind == "buffer":
+        layer.register_buffer("momentum", torch.tensor(0.1))
+    else:
+        layer.momentum = nn.Parameter(torch.tensor(0.1))  # type: ignore[assignment]
+    deferred = DeferredBatchNorm([layer], deferred=True)
+    deferred.begin([4])
+    with pytest.raises(TypeError, match="momentum"), deferred.micro_batch(recompute=False):
+        layer(torch.randn(4, 3))

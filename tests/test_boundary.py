@@ -17,6 +17,8 @@ from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.comm.p2p import Receiver, Sender
+from lightning_gpipe.comm.packet import Layout
+from lightning_gpipe.comm.signature import TensorType
 from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.tensors.tree import Tree
 from tests.ranks import RankError, run_ranks
@@ -220,3 +222,17 @@ def decide() -> Any:
 def test_a_failed_decision_reaches_every_stage() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError"):
         run_ranks(decide, 2)
+
+
+def test_tensors_of_a_packet_cannot_grow_into_each_other() -> None:
+    sent = [torch.randn(3, 4), torch.arange(5), torch.randn(4, 2).T]
+    for tensors in sent, sent[:1]:
+        packet = Layout(tuple(TensorType.of(t, False) for t in tensors)).packet()
+        packet.fill(tensors)
+        arrived = packet.tensors(torch.device("cpu"))
+        assert [t.stride() for t in arrived] == [t.stride() for t in tensors]
+        assert all(map(torch.equal, arrived, tensors))
+        places = {t.untyped_storage().data_ptr() for t in arrived}
+        assert len(places) == len(tensors)
+        is_in_packet = packet.buffer.untyped_storage().data_ptr() in places
+        assert is_in_packet == (len(tensors) == 1), "one by itself needs no copy"

@@ -98,19 +98,21 @@ class Packet:
             part.copy_(tensor if plain else strides.to_bytes(tensor))
 
     def tensors(self, device: torch.device) -> list[Tensor]:
-        """The tensors, in the packet's memory where that is possible.
+        """The tensors: one by itself in the packet's memory, several each in its own.
+
+        Else one that a layer resizes could grow into another, and one that is kept would keep all.
 
         Args:
             device: Where those go that came from a device.
         """
-        if all(self.layout.plain):
+        if self.layout.plain == (True,):
             return self._parts
         found = []
         for kind, plain, part in zip(
             self.layout.kinds, self.layout.plain, self._parts, strict=True
         ):
             if plain:
-                found.append(part)
+                found.append(strides.copy(part))
                 continue
             data = part.to(device) if kind.device_type == device.type else part.clone()
             found.append(strides.from_bytes(data, kind.shape, kind.stride, kind.dtype))

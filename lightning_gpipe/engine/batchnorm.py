@@ -201,6 +201,7 @@ class DeferredBatchNorm:
         for i, use in enumerate(uses):
             _move(use.layer, *moves[i])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else once a micro-batch
     def _before_forward(
         self, layer: _NormBase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -245,8 +246,11 @@ class DeferredBatchNorm:
 
 
 def _set_momentum(layer: _NormBase, momentum: float | None) -> None:
-    """Set it without what modules do to find out what they are given."""
-    object.__setattr__(layer, "momentum", momentum)
+    """Set it, without what modules do to find out what they are given where it is a number."""
+    if "momentum" in layer.__dict__:
+        layer.__dict__["momentum"] = momentum
+    else:
+        layer.momentum = momentum
 
 
 def _pooled(uses: Sequence[_Statistics], over_batch: bool) -> list[tuple[Tensor, Tensor]]:
