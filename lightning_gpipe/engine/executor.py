@@ -22,7 +22,7 @@ from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.stage import Stage, StageCall
 from lightning_gpipe.engine.stopwatch import Stopwatch, span
 from lightning_gpipe.engine.trial import Trial
-from lightning_gpipe.schedule.actions import Action, kept_graphs
+from lightning_gpipe.schedule.actions import Action
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
 
@@ -109,7 +109,6 @@ class MiniBatch:
 
     Args:
         plan: What this rank does with it.
-        kept: The (stage, micro-batch) pairs whose forward keeps its activations.
         input_side: What feeds F on the first stage, and takes the input's gradient of its B.
         output_side: What takes F's output on the last stage, and feeds its B.
         calls: What each stage of this rank knows of it.
@@ -118,7 +117,6 @@ class MiniBatch:
     """
 
     plan: Plan
-    kept: frozenset[tuple[int, int]]
     input_side: InputSide
     output_side: OutputSide
     calls: dict[int, StageCall]
@@ -184,7 +182,7 @@ class Executor:
         """
         self.watch.samples = sum(sizes)
         calls = {index: stage.begin(context, sizes) for index, stage in self._stages.items()}
-        return MiniBatch(plan, kept_graphs(plan.program), input_side, output_side, calls)
+        return MiniBatch(plan, input_side, output_side, calls)
 
     def graphs(self, batch: MiniBatch) -> list[Any]:
         """Where the graphs of the micro-batches begin whose activations are kept."""
@@ -290,7 +288,7 @@ class Executor:
         if not self._trial.has_failed:
             with self._trial.attempt():
                 self.watch.begin()
-                keep = (index, m) in batch.kept
+                keep = (index, m) in batch.plan.kept
                 outputs = self._stages[index].forward(
                     call, m, inputs, flags, keep, source.gives_memory
                 )

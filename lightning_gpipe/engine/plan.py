@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from lightning_gpipe.schedule.actions import Action, Program, Schedule
+from lightning_gpipe.schedule.actions import Action, Program, Schedule, kept_graphs
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.simulate import leads, receives
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """A rank's part of a schedule.
 
@@ -24,15 +25,20 @@ class Plan:
     leads: Mapping[tuple[int, int], int] = field(default_factory=dict)
     receives: Mapping[Action, Sequence[Action]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def forwards(self) -> Program:
         """Those of its actions that are forwards."""
         return tuple(action for action in self.program if action.op == "F")
 
-    @property
+    @cached_property
     def backwards(self) -> Program:
         """The others."""
         return tuple(action for action in self.program if action.op != "F")
+
+    @cached_property
+    def kept(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) pairs whose forward keeps its activations."""
+        return kept_graphs(self.program)
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, is_chained: bool = False) -> Plan:

@@ -16,7 +16,7 @@ from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import held, search
 
-_HELD = 2  # micro-batches whose activations a stage may hold, even if all are recomputed
+_HELD = 1  # micro-batches whose activations a stage may hold, if all are recomputed, as in 1F1B
 #: What a stage may hold of those that are kept, times K: 1F1B holds K.
 HELD_OF_KEPT = 1.5
 

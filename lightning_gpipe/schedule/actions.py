@@ -9,7 +9,6 @@ nothing of tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 Op: TypeAlias = Literal["F", "R", "B", "I", "W"]
@@ -59,7 +58,6 @@ class Schedule:
         return ValueError(f"Invalid schedule: {problem}.\n{programs}")
 
 
-@lru_cache(maxsize=256)
 def kept_graphs(program: Program) -> frozenset[tuple[int, int]]:
     """The (stage, micro-batch) pairs whose forward keeps its activations for the backward."""
     recomputed = {(stage, m) for stage, op, m in program if op == "R"}

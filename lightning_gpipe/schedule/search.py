@@ -73,6 +73,7 @@ def search(
     split = _splits(placement, end, whole)[: 1 if splits_all else None]
     none = tuple(end for _ in placement)
     found: list[_Found] = []
+    shared: dict[Action, Action] = {}
     # with rounded times what comes almost together does so, and ranks keep in step
     for guess, begins, factors in (
         (costs, split, _FACTORS),
@@ -82,7 +83,7 @@ def search(
     ):
         shares = _SHARES if limit < math.inf else (1.0,)
         for begin, factor, share in product(begins, factors, shares):
-            lists = _Lists(placement, micro_batches, kept, guess, begin, end)
+            lists = _Lists(placement, micro_batches, kept, guess, begin, end, shared)
             made = lists.run(share * limit, factor * ranks)
             if made is not None:
                 exact = guess is costs
@@ -177,6 +178,7 @@ class _Lists:
         costs: What the actions take.
         split_from: For each stage the first micro-batch whose backward is split.
         whole_from: The first one behind it whose backward isn't.
+        shared: Actions made before; a search holds many schedules of the same ones.
     """
 
     def __init__(
@@ -187,7 +189,9 @@ class _Lists:
         costs: Costs,
         split_from: tuple[int, ...],
         whole_from: int,
+        shared: dict[Action, Action],
     ) -> None:
+        self._shared = shared
         self.length = self.held = 0.0  # of what was found
         self._placement, self._count, self._costs = placement, micro_batches, costs
         self._last = len(placement) - 1
@@ -230,7 +234,7 @@ class _Lists:
             if action is None:
                 continue
             free[rank] = end = now + times[action.op][action.stage]
-            programs[rank].append(action)
+            programs[rank].append(self._shared.setdefault(action, action))
             heapq.heappush(events, (end, rank))
             heapq.heappush(events, self._do(action, rank, end))
             self.held = max(self.held, self._graphs[rank] / counts[rank])

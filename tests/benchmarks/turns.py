@@ -312,7 +312,10 @@ def _run(
     if not os.environ.get("SHOW_ERRORS"):
         os.dup2(1, 2)
     if exact_memory:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        gc.collect()
+        libc.malloc_trim(0)  # what imports freed would hold tensors that nobody sees
     pipe.send(("base", own_memory_mb("VmRSS")))
     try:
         contestant.run(Turn(pipe, rank, contestant.processes))
