@@ -305,10 +305,47 @@ class Cached(Encoder):
         return block(hidden, mask, scale=object(), **shared)
 
 
-def pipelined(kind: str, stages: int, balance: Any) -> Any:
+class Accumulates(Encoder):
+    """Changes what it hands to a block after the call."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        output = super().call(i, block, hidden, mask, shared)
+        shared["positions"].mul_(2)
+        return output
+
+
+class SetsBack(Encoder):
+    """Sets an attribute for a call."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        block.gain = 1.0 + i
+        output = super().call(i, block, hidden, mask, shared)
+        block.gain = 1.0
+        return output
+
+
+class Sets(Encoder):
+    """Sets an attribute for all calls to come."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        block.gain = 1.0 + i
+        return super().call(i, block, hidden, mask, shared)
+
+
+class Evaluates(Encoder):
+    """Runs blocks in evaluation mode, and sets them back."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        block.eval()
+        output = super().call(i, block, hidden, mask, shared)
+        block.train()
+        return output
+
+
+def pipelined(kind: str, stages: int, balance: Any, step: Any = "mini-batch") -> Any:
     torch.manual_seed(2)
     module = globals()[kind]()
-    strategy = GPipeStrategy(3, balance=balance)
+    strategy = GPipeStrategy(3, balance=balance, step=step)
     state = train(module, max_steps=5, devices=stages, strategy=strategy)
     with torch.no_grad():
         return state, [block.kind for block in module.blocks], module(torch.ones(2, 6).double())
@@ -319,7 +356,7 @@ def pipelined(kind: str, stages: int, balance: Any) -> Any:
     "kind",
     [
         *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
-        *("Listed", "ListedTuples", "Looped", "Nested", "States"),
+        *("Listed", "ListedTuples", "Looped", "Nested", "States", "Sets"),
     ],
 )
 def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +393,22 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Typed", "What a block returns beside its hidden state was used"),
         ("HandedStates", "What a block returns beside its hidden state was used"),
         ("Cached", "Block 0 was given a object, which can't be split"),
+        ("Accumulates", "A tensor that a block was called with was changed in place"),
+        ("SetsBack", "Block 1 had another value of gain when it was called"),
+        ("Evaluates", "Block 0 had another value of training when it was called"),
     ],
 )
 def test_what_cannot_work_is_refused(kind: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(pipelined, 2, kind, 2, "params")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_tuples_are_found_out_where_the_step_runs_for_each_micro_batch(stages: int) -> None:
+    torch.manual_seed(2)
+    expected = train(ListedTuples(), max_steps=5)
+    found = run_ranks(pipelined, stages, "ListedTuples", stages, "params", "micro-batch")[0][0]
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
 def test_blocks_are_a_module_list() -> None:

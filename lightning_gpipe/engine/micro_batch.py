@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_gpipe.engine.split import SplitBackward
-from lightning_gpipe.tensors import strides
+from lightning_gpipe.engine.split import SplitBackward, calls_backward
+from lightning_gpipe.tensors import hooks, strides
 from lightning_gpipe.tensors.tree import Tree
 
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -52,6 +52,8 @@ class MicroBatch:
     catch: _Catch | None = None
     _entry: Node | None = None
     _rest: Callable[[], None] | None = None
+    _hooks: int = 0  # before the layers ran
+    _has_hooks: bool = False
 
     @property
     def needs_backward(self) -> bool:
@@ -70,6 +72,7 @@ class MicroBatch:
             inputs: The input.
             keep_input: Whether it is needed after that, too.
         """
+        self._hooks = hooks.count()
         copy = _unchanged if self.is_own and not keep_input else _copied
         leaves = list(map(copy, inputs.leaves))
         wanted = [i for i, wants in enumerate(self.input_requires_grad) if wants]
@@ -106,7 +109,7 @@ class MicroBatch:
             for t in outputs.leaves
         ]
         if self.needs_backward and keeps_graph:
-            self.roots = _roots(outputs)
+            self.roots, self._has_hooks = _roots(outputs), hooks.count() != self._hooks
         elif self.needs_backward:
             self.stored, self._versions = inputs, _versions(inputs)
 
@@ -131,7 +134,7 @@ class MicroBatch:
 
     def end_recompute(self, outputs: Tree) -> None:
         """Keep the graph."""
-        self.roots = _roots(outputs)
+        self.roots, self._has_hooks = _roots(outputs), hooks.count() != self._hooks
 
     def backward(
         self, gradients: Gradients, retain: bool, hand_on: HandOn, also: Tensor | None
@@ -156,12 +159,17 @@ class MicroBatch:
             weights: Those that :meth:`backward_weights` gives a gradient.
 
         Returns:
-            False if the rest takes as long as a whole backward, because the graph can't be split.
+            False if the graph can't be split: where layers put hooks on tensors, or call a backward
+            in theirs, all is computed at once; else the rest takes as long as a whole backward.
         """
         with self._handing_on(hand_on):
             edges, given = self._begin_backward(gradients, keeps=False)
             entry, self._entry = self._entry, None
             split = None
+            if self._has_hooks or calls_backward([e.node for e in edges]):
+                if edges:
+                    torch.autograd.backward(edges, given)
+                return False
             if edges and entry is not None:
                 split, start = SplitBackward.of([e.node for e in edges], entry), _start_of(entry)
                 if split is not None:

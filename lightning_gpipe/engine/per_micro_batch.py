@@ -41,6 +41,11 @@ from lightning_gpipe.tensors.tree import Tree
 
 #: Makes a schedule for M micro-batches, with backwards or without, chained or not.
 MakeSchedule: TypeAlias = Callable[[int, bool, bool], Schedule]
+_NOT_ALWAYS = (
+    "The step doesn't call the backbone for micro-batch {m}, but for other micro-batches or"
+    " mini-batches: with step='micro-batch' it calls it once for each. Use"
+    " GPipeStrategy(step='mini-batch')."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class PerMicroBatch:
         return weighting
 
     def _run(self, running: Running) -> None:
-        if running.kind not in self._calls:  # nothing is known of how it calls the backbone
+        if self._calls.get(running.kind) is None:  # nothing is known of how it calls the backbone
             self._run_step(running, 0)
             self._calls.setdefault(running.kind, None)
         if self._calls[running.kind] is None:
@@ -203,8 +208,10 @@ class PerMicroBatch:
             raise RuntimeError(
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
-        for m in range(1, len(running.sizes)):
+        for m in range(len(running.sizes)):
             self._run_step(running, m)
+        if self._calls[running.kind] is not None:
+            raise RuntimeError(_NOT_ALWAYS.format(m=0))
 
     def _run_step(self, running: Running, m: int) -> None:
         """Run the user's step for a micro-batch."""
@@ -219,11 +226,7 @@ class PerMicroBatch:
             with self.trace:
                 self._batch_norm.finish()
         if not running.has_called and self._calls.get(running.kind) is not None:
-            raise RuntimeError(
-                f"The step called the backbone for other micro-batches, and not for micro-batch"
-                f" {m}: with step='micro-batch' it calls it once for each. Use"
-                " GPipeStrategy(step='mini-batch')."
-            )
+            raise RuntimeError(_NOT_ALWAYS.format(m=m))
         if outcome.weight is not None and self.trace.is_here(outcome.weight):
             running.weighting.give(m, outcome.weight)
         if running.before_last is None or not running.has_called:

@@ -101,6 +101,23 @@ class SplitBackward:
                 )
 
 
+def calls_backward(roots: Sequence[Node]) -> bool:
+    """Whether a node of a graph runs a backward of its own, which takes no list of inputs.
+
+    That of ``torch.utils.checkpoint(..., use_reentrant=True)`` does.
+    """
+    waiting = list(roots)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        new = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class _Keep:
     """Keeps the gradients that arrive at a node."""

@@ -136,6 +136,7 @@ class _Listener:
         self._run, self._as_written, self.is_alone = run, as_written, is_alone
         self._loop: Loop | None = None
         self._beside: int | None = None  # how many elements a block returns behind the first
+        self._as_tuple = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()
@@ -159,14 +160,16 @@ class _Listener:
                 with self._as_written(first):
                     count = _length_of_tuple(first, args, kwargs)
                 self._beside = max(count - 1, 0)
-                blocks.as_tuple = blocks.as_tuple or count > 0
+                self._as_tuple = count > 0
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
+        loop.note_block(list(blocks._modules.values())[index])
         if index < len(blocks._modules) - 1:
             promise = loop.next_promise()
             beside = (Unknown() for _ in range(self._beside or 0))
-            return (promise, *beside) if blocks.as_tuple else promise
+            is_tuple = self._as_tuple if blocks.as_tuple is None else blocks.as_tuple
+            return (promise, *beside) if is_tuple else promise
         self._loop = None
         value, program = loop.end()
         return self._run(value, program.run)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_gpipe.model.promise import CONDITION, Promise, Unknown
@@ -28,6 +28,7 @@ class Entry:
 
 
 _HIDDEN = Entry(-1)
+_LATER = "in the pipeline all blocks run then."
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ class Loop:
     calls: list[BlockCall] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
+    _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
+    _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
@@ -189,13 +192,36 @@ class Loop:
         ]
         self.calls.append(BlockCall(spec, tuple(entries)))
 
+    def note_block(self, block: nn.Module | None) -> None:
+        """Note with which attributes a block was called."""
+        if block is not None:
+            self._attributes.append((block, _constants_of(block)))
+
     def next_promise(self) -> Promise:
         """What the block that was noted last returns."""
         self.promise = promise = Promise.of(self.hidden, self.reads)
         return promise
 
     def end(self) -> tuple[Any, LoopProgram]:
-        """The value of the first block, and what to do with it."""
+        """The value of the first block, and what to do with it.
+
+        Raises:
+            RuntimeError: If a block would meet something else than when it was called.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RuntimeError(
+                "A tensor that a block was called with was changed in place before the last block"
+                f" was called, and {_LATER} Give each block a tensor of its own, such as a clone."
+            )
+        for index, (block, before) in enumerate(self._attributes):
+            now = _constants_of(block)
+            changed = [name for name in before if now.get(name) not in (before[name],)]
+            if changed:
+                raise RuntimeError(
+                    f"Block {index} had another value of {', '.join(changed)} when it was called"
+                    f" than when the last block was called, and {_LATER} Don't set it back in the"
+                    " loop, or give it to the block as an argument."
+                )
         program = LoopProgram.of(tuple(self.calls), tuple(sorted(self.reads)))
         return (self.hidden, self.tensors, program.text), program
 
@@ -213,6 +239,8 @@ class Loop:
                 if known is leaf:
                     return Entry(i)
             self.tensors.append(leaf)
+            if not leaf.is_inference():
+                self._versions.append((leaf, leaf._version))
             return Entry(len(self.tensors) - 1)
         if not isinstance(leaf, CONSTANTS):
             raise TypeError(
@@ -220,6 +248,16 @@ class Loop:
                 " micro-batches. For a cache of keys and values set use_cache=False."
             )
         return Entry(None, leaf)
+
+
+def _constants_of(block: nn.Module) -> dict[str, Any]:
+    """The plain values among a block's attributes, its training mode too."""
+    attributes = vars(block).items()
+    return {
+        name: value
+        for name, value in attributes
+        if type(value) in (bool, int, float, str) and not name.startswith("_")
+    }
 
 
 def _modes(hidden: Any) -> tuple[Any, ...]:

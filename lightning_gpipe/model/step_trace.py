@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map, tree_unflatten
 
 from lightning_gpipe.model.elsewhere import writes
+from lightning_gpipe.model.outlines import Outlines
 from lightning_gpipe.model.remote import (
     NotHere,
     Number,
@@ -31,7 +32,6 @@ from lightning_gpipe.model.remote import (
     device_of,
     is_metadata,
     name_of,
-    on_meta,
     origin_of,
     read_metadata,
     refusal,
@@ -45,12 +45,15 @@ _DRAWS = re.compile(
     r"rand|normal|uniform|bernoulli|multinomial|dropout|poisson|cauchy|exponential|geometric|gumbel"
     r"|rrelu|attention|lstm|gru|rnn|orthogonal"
 )
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _WITHOUT_GRADIENT = {"detach", "detach_"}
 #: Functions that change their second and third argument, if they are given.
 _MOVE_STATISTICS = {"batch_norm", "instance_norm"}
 _OF = "_gpipe_of"
+_VIEW_OF = "_gpipe_view_of"
+#: Python asks a remote tensor on the right first, so other stages call the one for the other.
+_REFLECTED = {"gt": "lt", "ge": "le", "__gt__": "__lt__", "__ge__": "__le__"}
 _NOTHING: frozenset[int] = frozenset()
-_OUTLINES = 1000  # that are remembered
 _KEPT = (
     "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
     " which stage {stage} alone has. Return it with the backbone's output, shape [batch, ...], and"
@@ -107,7 +110,7 @@ class StepTrace(TorchFunctionMode):
         self.holders = holders
         self._micro_batch = self._calls = self._mark = 0
         self._made: dict[Number, weakref.ref[Tensor]] = {}
-        self._outlines = _Outlines()
+        self._outlines = Outlines()
         self._kept: dict[int, Tensor] = {}  # by id
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
@@ -231,6 +234,7 @@ class StepTrace(TorchFunctionMode):
         name = name_of(func)
         self._count(name)
         tensors = tensors_in((args, kwargs))
+        written = _written(name, args, kwargs)
         places = [where for where in map(self._where, tensors) if where is not None]
         where = frozenset.intersection(*places) if places else None
         if where is not None and not where:
@@ -249,15 +253,26 @@ class StepTrace(TorchFunctionMode):
         else:
             result = self._remotely(func, name, args, kwargs, tensors, where)
         if where is not None or self.uses is not None:
-            self._note_all(name, tensors, result, where)
+            self._note_all(name, tensors, result, written, where)
+        if where is None:
+            _note_views(func, tensors, result)
         return result
 
-    def _note_all(self, name: str, tensors: list[Tensor], result: Any, where: Where | None) -> None:
-        """Note what a function has made: where it is, and of which parameters."""
+    def _note_all(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        result: Any,
+        written: list[Tensor],
+        where: Where | None,
+    ) -> None:
+        """Note what a function has made or changed: where it is, and of which parameters."""
         of = self.uses.of(tensors) if self.uses is not None else _NOTHING
         if self.uses is not None and where is not None:
             self.uses.after |= of
         made = tensors_in(result)
+        if written:
+            made = [*written, *(t for t in made if all(t is not other for other in written))]
         if where is not None and name in _MOVE_STATISTICS:
             made += [t for t in tensors[1:3] if not isinstance(t, nn.Parameter)]
         for i, tensor in enumerate(made):
@@ -268,13 +283,13 @@ class StepTrace(TorchFunctionMode):
 
     def _count(self, name: str) -> None:
         self._calls += 1
-        self._mark = zlib.crc32(name.encode(), self._mark)
+        self._mark = zlib.crc32(_REFLECTED.get(name, name).encode(), self._mark)
 
     def _where(self, tensor: Tensor) -> Where | None:
         """The stages that have a tensor's values; None: all."""
         if isinstance(tensor, RemoteTensor) and tensor._gpipe_value is not None:
             return None
-        origin = origin_of(tensor)
+        origin = origin_of(tensor) or origin_of(tensor.__dict__.get(_VIEW_OF, tensor))
         return origin.where if origin is not None else self.holders(tensor)
 
     def _number(self, output: int) -> Number:
@@ -305,6 +320,11 @@ class StepTrace(TorchFunctionMode):
             raise
         except Exception as error:
             raise NotHere(refusal(name, inputs[0])) from error
+        out = kwargs.get("out")
+        if out is not None:
+            if [t.shape for t in tensors_in(out)] != [leaf.shape for leaf in leaves]:
+                raise NotHere(refusal(name, inputs[0]))
+            return out
         if writes(name):
             first = args[0] if args else next(iter(kwargs.values()))
             return first  # noted by the caller: its value is another one from now on
@@ -316,60 +336,25 @@ class StepTrace(TorchFunctionMode):
         return tree_unflatten(made, spec)
 
 
-class _Outlines:
-    """What functions give, without values: run on the meta device for every kind of arguments once.
-
-    On the meta device many functions are written in Python, and take longer than on a GPU.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
-
-    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The leaves of a result, and the structure around them."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            try:
-                kind = func, torch.get_default_dtype(), _kind_of(args), _kind_of(kwargs)
-                known = self._known.get(kind)
-            except TypeError:  # an argument can't be hashed
-                return tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
-            if known is None:
-                known = tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
-                if len(self._known) >= _OUTLINES:
-                    self._known.clear()
-                self._known[kind] = known
-            return known
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a function changes: its first argument or ``out``, and of what these are views."""
+    out = kwargs.get("out")
+    if out is not None:
+        changed = tensors_in(out)
+    elif writes(name):
+        changed = tensors_in(args[0] if args else next(iter(kwargs.values())))
+    else:
+        return []
+    bases = (tensor.__dict__.get(_VIEW_OF) for tensor in changed)
+    return [*changed, *(base for base in bases if base is not None and origin_of(base) is None)]
 
 
-def _kind_of(value: Any) -> Any:
-    """What tells arguments apart, but the values of tensors."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return type(value), *map(_kind_of, value)
-    if isinstance(value, dict):
-        return dict, *((key, _kind_of(item)) for key, item in value.items())
-    if isinstance(value, slice):
-        return slice, _kind_of(value.start), _kind_of(value.stop), _kind_of(value.step)
-    return type(value), value
-
-
-def _outline(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function on the meta device, which autocast doesn't know."""
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError:
-        floats = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
-        if len(set(floats)) < 2:
-            raise
-        widest = torch.float64 if torch.float64 in floats else torch.float32
-        args, kwargs = tree_map(
-            lambda leaf: (
-                leaf.to(widest) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            ),
-            (args, kwargs),
-        )
-        return func(*args, **kwargs)
+def _note_views(func: Any, tensors: list[Tensor], result: Any) -> None:
+    """Note of what tensors that every stage has are views: who changes them changes that, too."""
+    if tensors and not isinstance(result, nn.Parameter):
+        for made in tensors_in(result):
+            if made is not tensors[0] and (made._is_view() or func == _GET_DATA):
+                made.__dict__[_VIEW_OF] = tensors[0].__dict__.get(_VIEW_OF, tensors[0])
 
 
 def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.device]:

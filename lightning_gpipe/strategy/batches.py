@@ -30,8 +30,9 @@ def split_batch(batch: Any, chunks: int) -> tuple[list[Any], list[int]]:
     """Split a batch along dimension 0.
 
     The first tensor that has a dimension tells the number of samples N. Tensors whose first
-    dimension is N are split, and so are lists of N entries without tensors; everything else goes to
-    every micro-batch as it is.
+    dimension is N are split, and so are lists of N entries without tensors, and tuples of N strings
+    (which is what ``default_collate`` makes of strings); everything else goes to every micro-batch
+    as it is.
 
     Args:
         batch: What the data loader gives: tensors in lists, tuples, mappings and dataclasses.
@@ -84,7 +85,7 @@ def _rows(value: Any, part: slice, samples: int) -> Any:
     if isinstance(value, Tensor):
         return value[part] if value.ndim and value.shape[0] == samples else value
     if isinstance(value, (list, tuple)):
-        if type(value) is list and len(value) == samples and not tensors_of(value):
+        if len(value) == samples and _is_per_sample(value):
             return value[part]
         return _rebuilt(value, [_rows(item, part, samples) for item in value])
     if isinstance(value, Mapping):
@@ -94,6 +95,12 @@ def _rows(value: Any, part: slice, samples: int) -> Any:
         rows = {name: _rows(getattr(value, name), part, samples) for name in fields}
         return dataclasses.replace(value, **rows)
     return value
+
+
+def _is_per_sample(value: Sequence[Any]) -> bool:
+    if type(value) is tuple:
+        return all(isinstance(entry, (str, bytes)) for entry in value)
+    return type(value) is list and not tensors_of(value)
 
 
 def _rebuilt(like: Any, items: Any) -> Any:

@@ -218,6 +218,11 @@ AUTOGRAD_GRAD = Target(
     "grad",
     "through the backbone it would not find what stands before it, on other stages than the first",
 )
+REGISTER_HOOK = Target(
+    "torch.Tensor",
+    "register_hook",
+    "a backward isn't split where a layer puts a hook on a tensor: it would run twice",
+)
 SIGTERM_BROADCAST = Target(
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_broadcast_sigterm_tensor",
@@ -267,6 +272,7 @@ TARGETS = (
     LOG_GRAPH,
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
+    REGISTER_HOOK,
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
     BATCH_SIZE_FILE,

@@ -47,6 +47,7 @@ from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
 from lightning_gpipe.strategy.optimizer_states import OptimizerStates
 from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import World
+from lightning_gpipe.tensors import hooks
 
 
 class Run:
@@ -134,6 +135,8 @@ class Run:
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
             grad = partial(_grad_outside, torch.autograd.grad)
             undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
+            counted = hooks.counted(torch.Tensor.register_hook)
+            undo.enter_context(patches.REGISTER_HOOK.replaced(counted))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             self._steps = None

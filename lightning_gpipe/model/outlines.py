@@ -1,0 +1,69 @@
+"""What functions give, without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
+
+from lightning_gpipe.model.remote import on_meta, tensors_in
+
+_REMEMBERED = 1000
+
+
+class Outlines:
+    """Runs functions on the meta device, for every kind of arguments once.
+
+    On the meta device many functions are written in Python, and take longer than on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The leaves of a result, and the structure around them."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            try:
+                kind = func, torch.get_default_dtype(), _kind_of(args), _kind_of(kwargs)
+                known = self._known.get(kind)
+            except TypeError:  # an argument can't be hashed
+                return tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
+            if known is None:
+                known = tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
+                if len(self._known) >= _REMEMBERED:
+                    self._known.clear()
+                self._known[kind] = known
+            return known
+
+
+def _kind_of(value: Any) -> Any:
+    """What tells arguments apart, but the values of tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_kind_of, value)
+    if isinstance(value, dict):
+        return dict, *((key, _kind_of(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, _kind_of(value.start), _kind_of(value.stop), _kind_of(value.step)
+    return type(value), value
+
+
+def _outline(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function on the meta device, which autocast doesn't know."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        floats = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        if len(set(floats)) < 2:
+            raise
+        widest = torch.float64 if torch.float64 in floats else torch.float32
+        args, kwargs = tree_map(
+            lambda leaf: (
+                leaf.to(widest) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            ),
+            (args, kwargs),
+        )
+        return func(*args, **kwargs)
