@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import Blocks, GPipeStrategy
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
@@ -61,7 +62,10 @@ def resnet() -> nn.Module:
         ),
         (
             lambda: module(
-                features=nn.Sequential(*layers()), classifier=nn.Sequential(*layers(2, 8))
+                features=nn.Sequential(*layers()),
+                classifier=nn.Sequential(*layers(2, 8)),
+                accuracy=MulticlassAccuracy(3),
+                loss=nn.CrossEntropyLoss(),
             ),
             "`self.backbone = nn.Sequential(*self.features, *self.classifier)`",
         ),

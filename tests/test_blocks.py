@@ -407,7 +407,7 @@ def test_what_cannot_work_is_refused(kind: str, message: str) -> None:
 def test_tuples_are_found_out_where_the_step_runs_for_each_micro_batch(stages: int) -> None:
     torch.manual_seed(2)
     expected = train(ListedTuples(), max_steps=5)
-    found = run_ranks(pipelined, stages, "ListedTuples", stages, "params", "micro-batch")[0][0]
+    found = run_ranks(pipelined, stages, "ListedTuples", stages, "flops", "micro-batch")[0][0]
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 

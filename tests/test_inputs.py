@@ -44,6 +44,9 @@ CASES = {
     "dict": Case(lambda m, x: {"x": x, "n": None}, lambda v: v["x"], lambda v, h: {**v, "x": h}),
     "named tuple": Case(lambda m, x: Pair(x, "t"), first, lambda v, h: Pair(h, v.text)),
     "constants": Case(lambda m, x: (x, None, True, "s", 3, 0.5), first, beside),
+    "constants with NaN": Case(
+        lambda m, x: (x, torch.tensor([[float("nan"), 1.0]], dtype=x.dtype)), first, beside
+    ),
     "lists of other lengths": Case(lambda m, x: [x, [x[:2], [x]]], first, lambda v, h: [h, v[1]]),
     "empty containers": Case(lambda m, x: (x, [], {}, ((),)), first, beside),
     "complex": Case(lambda m, x: torch.complex(x, x), lambda v: v.real if v.is_complex() else v),

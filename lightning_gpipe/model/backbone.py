@@ -98,6 +98,7 @@ def _recipe(module: nn.Module, candidates: Sequence[str]) -> str:
         if any(name == f"{parent}.{key}".lstrip(".") for name in candidates)
         else f"{place}.{key}"
         for key, child in module.get_submodule(parent).named_children()
+        if not isinstance(child, nn.modules.loss._Loss) and not hasattr(child, "compute")  # metrics
     ]
     return (
         "If they are called one after another, make one nn.Sequential of them and of what is called"

@@ -22,7 +22,7 @@ class Facts:
 
     Args:
         chunks: M.
-        samples: In a mini-batch, as far as it is known.
+        samples: In the largest mini-batch, as far as it is known.
         measures_time: Whether layers are shared out by the time that they take.
         virtual_stages: V.
         splits_step: Whether the user's step runs once per micro-batch.

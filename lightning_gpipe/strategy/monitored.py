@@ -49,7 +49,7 @@ class Monitored:
         self._message_s: float | None = None
         self.total: Figures | None = None
         self._since: float | None = None
-        self._first_section, self._samples = 0, 0
+        self._first_section, self._most_samples = 0, 0
         self._ran: list[Ran] = []
         self._step_began = 0  # the place of its first mini-batch
         self._own = RankReport()
@@ -83,8 +83,9 @@ class Monitored:
         self.pause()
         before, now = self._since, time.perf_counter()
         sections = range(self._first_section, self._watch.section + 1)
-        self._since, self._samples = now, self._watch.samples
-        self._ran.append(Ran(sections, before, now, self._samples))
+        self._since, samples = now, self._watch.samples
+        self._most_samples = max(self._most_samples, samples)  # an epoch's last has fewer
+        self._ran.append(Ran(sections, before, now, samples))
 
     def end_step(self, is_wanted: bool) -> None:
         """End a step, of one mini-batch or several.
@@ -144,7 +145,7 @@ class Monitored:
         settings, module = self._settings, self._pipeline.module
         return Facts(
             self._pipeline.chunks,
-            self._samples,
+            self._most_samples,
             settings.balance == "time",
             settings.virtual_stages,
             settings.step == "micro-batch",
