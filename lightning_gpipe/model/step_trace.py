@@ -39,18 +39,17 @@ from lightning_gpipe.model.remote import (
     tensors_in,
     told,
 )
+from lightning_gpipe.model.written import Views
 
 #: Functions that may draw random numbers.
 _DRAWS = re.compile(
     r"rand|normal|uniform|bernoulli|multinomial|dropout|poisson|cauchy|exponential|geometric|gumbel"
     r"|rrelu|attention|lstm|gru|rnn|orthogonal"
 )
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _WITHOUT_GRADIENT = {"detach", "detach_"}
 #: Functions that change their second and third argument, if they are given.
 _MOVE_STATISTICS = {"batch_norm", "instance_norm"}
 _OF = "_gpipe_of"
-_VIEW_OF = "_gpipe_view_of"
 #: Python asks a remote tensor on the right first, so other stages call the one for the other.
 _REFLECTED = {"gt": "lt", "ge": "le", "__gt__": "__lt__", "__ge__": "__le__"}
 _NOTHING: frozenset[int] = frozenset()
@@ -112,6 +111,7 @@ class StepTrace(TorchFunctionMode):
         self._made: dict[Number, weakref.ref[Tensor]] = {}
         self._outlines = Outlines()
         self._kept: dict[int, Tensor] = {}  # by id
+        self._views = Views()
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
         self.is_suspended = False
@@ -222,6 +222,7 @@ class StepTrace(TorchFunctionMode):
                 set_origin(tensor, None)
         self._made.clear()
         self._kept.clear()
+        self._views.clear()
         self.sources.clear()
         self._mark = 0
 
@@ -234,7 +235,7 @@ class StepTrace(TorchFunctionMode):
         name = name_of(func)
         self._count(name)
         tensors = tensors_in((args, kwargs))
-        written = _written(name, args, kwargs)
+        written = self._views.written(name, args, kwargs)
         places = [where for where in map(self._where, tensors) if where is not None]
         where = frozenset.intersection(*places) if places else None
         if where is not None and not where:
@@ -255,7 +256,7 @@ class StepTrace(TorchFunctionMode):
         if where is not None or self.uses is not None:
             self._note_all(name, tensors, result, written, where)
         if where is None:
-            _note_views(func, tensors, result)
+            self._views.note(func, tensors, result)
         return result
 
     def _note_all(
@@ -289,7 +290,9 @@ class StepTrace(TorchFunctionMode):
         """The stages that have a tensor's values; None: all."""
         if isinstance(tensor, RemoteTensor) and tensor._gpipe_value is not None:
             return None
-        origin = origin_of(tensor) or origin_of(tensor.__dict__.get(_VIEW_OF, tensor))
+        origin = origin_of(tensor)
+        if origin is None and (base := self._views.base_of(tensor)) is not None:
+            origin = origin_of(base)
         return origin.where if origin is not None else self.holders(tensor)
 
     def _number(self, output: int) -> Number:
@@ -334,27 +337,6 @@ class StepTrace(TorchFunctionMode):
         origin = Origin(self._number(0), where)
         made = [RemoteTensor.like(leaf, to, origin, keeps) for leaf in leaves]
         return tree_unflatten(made, spec)
-
-
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a function changes: its first argument or ``out``, and of what these are views."""
-    out = kwargs.get("out")
-    if out is not None:
-        changed = tensors_in(out)
-    elif writes(name):
-        changed = tensors_in(args[0] if args else next(iter(kwargs.values())))
-    else:
-        return []
-    bases = (tensor.__dict__.get(_VIEW_OF) for tensor in changed)
-    return [*changed, *(base for base in bases if base is not None and origin_of(base) is None)]
-
-
-def _note_views(func: Any, tensors: list[Tensor], result: Any) -> None:
-    """Note of what tensors that every stage has are views: who changes them changes that, too."""
-    if tensors and not isinstance(result, nn.Parameter):
-        for made in tensors_in(result):
-            if made is not tensors[0] and (made._is_view() or func == _GET_DATA):
-                made.__dict__[_VIEW_OF] = tensors[0].__dict__.get(_VIEW_OF, tensors[0])
 
 
 def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.device]:
