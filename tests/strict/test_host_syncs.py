@@ -90,4 +90,4 @@ def counted() -> dict[str, int]:
 
 
 def test_a_wait_would_be_counted() -> None:
-    assert counted() == {"tensors/microbatch.py, <genexpr>: equal": 1}
+    assert counted() == {"tensors/microbatch.py, _are_equal: equal": 1}
