@@ -6,9 +6,12 @@ import itertools
 import math
 import random
 import re
+import tracemalloc
 
 import pytest
 
+from lightning_gpipe.plan.schedules import Schedules
+from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.actions import (
     Action,
     Program,
@@ -369,3 +372,25 @@ def test_ranks_post_messages_in_one_order(number: int) -> None:
                     made = [s for p in schedule.programs for s in p if s in sources]
                     here = [s for s in made if placement[s.stage] == rank]
                     assert here or not made or posted.intersection(made), "posted before it is used"
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (2, 32), (4, 8), (4, 32)])
+def test_a_search_holds_no_more_than_1f1b_where_all_is_recomputed(
+    ranks: int, micro_batches: int
+) -> None:
+    settings = Settings(micro_batches, ranks, None, "flops", "always", True, step="micro-batch")
+    placement, costs = tuple(range(ranks)), Costs.of([1.0] * (ranks - 1) + [1.3])
+    schedule = Schedules(settings, placement, 1, costs).make(micro_batches)
+    assert held(schedule) == held(one_f_one_b(placement, micro_batches, "always")) == 1
+
+
+def test_a_search_keeps_little() -> None:
+    tracemalloc.start()
+    try:
+        schedule = search((0, 1), 32, "always", Costs.of([1.0, 1.234]), 1)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, schedule.programs)) > 128
+    assert kept < 3e5
+    assert peak < 8e5
