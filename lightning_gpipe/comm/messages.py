@@ -38,6 +38,7 @@ Kind: TypeAlias = Literal[
     "trial",
     "seed",
     "partition",
+    "shared state",
     "unbuilt layers",
     "outside weights",
     "shared weights",

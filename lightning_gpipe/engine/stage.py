@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,7 @@ class Stage:
         device: Where they are.
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
         across: The object channel over the replicas.
+        watched: Surrounds every forward.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Stage:
         device: torch.device,
         deferred_batch_norm: bool,
         across: ObjectChannel | None,
+        watched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._layers = dict(layers)
         self.device = device
@@ -81,6 +83,7 @@ class Stage:
         self._buffers = LayerBuffers(self._modules)
         self._attributes = LayerAttributes(self._modules)
         self._randomness = LayerRandomness(self._layers, device)
+        self._watched = watched
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
         #: Whether a backward of the input alone took as much as a whole one.
         self.cannot_split = False
@@ -152,6 +155,7 @@ class Stage:
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._batch_norm.micro_batch(recompute=False),
+            self._watched(),
         ):
             enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 #: Entries of a list or a dict in which objects are looked for.
 _FEW = 1000
 #: Packages whose objects are nobody's own.
-_OTHERS = {"torch", "lightning", "torchmetrics", "lightning_gpipe", *sys.stdlib_module_names}
+OTHERS = {"torch", "lightning", "torchmetrics", "lightning_gpipe", *sys.stdlib_module_names}
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_MODULES = vars(nn.Module()).keys()
 _NO_DATA = (type, ModuleType, FunctionType)
@@ -86,8 +86,8 @@ def own_state_kept_in_pass(layers: Sequence[nn.Module]) -> Iterator[None]:
 class _OwnState:
     def __init__(self, module: nn.Module) -> None:
         kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-        packages = {_package(kind.__module__) for kind in kinds} - _OTHERS
-        self._own = {package for package in packages if not _is_installed(package)}
+        packages = {package(kind.__module__) for kind in kinds} - OTHERS
+        self._own = {package for package in packages if not is_installed(package)}
         self._contents: list[tuple[Any, Any]] = []
         self._own_caches: list[Any] = []  # of which the collector may not know
         holders = self._holders(module)
@@ -124,7 +124,7 @@ class _OwnState:
         left = [v for items in of_modules for k, v in items if k not in _OF_MODULES]
         found: list[Any] = []
         for name, source in list(sys.modules.items()):
-            if _package(name) in self._own and isinstance(source, ModuleType):
+            if package(name) in self._own and isinstance(source, ModuleType):
                 found.append(source)
                 left += _names(source).values()
         seen: set[int] = set()
@@ -150,7 +150,7 @@ class _OwnState:
     def _is_own(self, value: Any) -> bool:
         kind = value if issubclass(type(value), type) else type(value)
         # a parametrized module's class is torch's, and its base the user's
-        return any(_package(base.__module__) in self._own for base in kind.__mro__)
+        return any(package(base.__module__) in self._own for base in kind.__mro__)
 
 
 def _is_wrong(value: Any, everything: bool) -> bool:
@@ -208,10 +208,12 @@ def _keeps_no_values(cache: Any) -> bool:
     return False
 
 
-def _package(name: Any) -> str:
+def package(name: Any) -> str:
+    """The package of a module's dotted name."""
     return str(name).partition(".")[0]
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package is an installed one, and not the user's own code."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return not _INSTALLED.isdisjoint(Path(file).parts)

@@ -164,12 +164,10 @@ class PipelinedModule:
         looks: Sequence[str],
         step: Step,
     ) -> Weighting:
-        """Run a mini-batch's steps, without backwards. Collective over the pipeline.
-
-        See :meth:`lightning_gpipe.engine.per_micro_batch.PerMicroBatch.run`.
-        """
+        """Run a mini-batch's steps without backwards: see :meth:`PerMicroBatch.run`. Collective."""
         pipeline, steps = self._stepping()
         weighting = steps.run(kind, key, sizes, looks, step)
+        pipeline.shared_state.check()
         if not pipeline.surroundings.is_fitting:
             self._state = settle(pipeline, steps)
         return weighting
@@ -197,6 +195,7 @@ class PipelinedModule:
         with pipeline.stepping(synchronize) as stepping:
             before = WeightedGradients(pipeline.module, steps.outside.aside, self._is_weighted)
             weighting = steps.run("training", key, sizes, looks, step, stepping.before_last, scale)
+            pipeline.shared_state.check()
             before.finish(weighting)
             self._is_weighted = weighting.is_given
             self._state = settled = settle(pipeline, steps)

@@ -17,6 +17,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.executor import BeforeLast
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.shared_state import SharedState
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.engine.whole_batch import WholeBatch
@@ -123,6 +124,7 @@ class Pipeline:
         data_parallel: For each virtual stage, in the order of their last backwards, what averages
             its gradients over the replicas; and for what stands on either side of the backbone.
         shared: Sums the gradients of what every stage holds.
+        shared_state: Watches what layers of several stages share beside parameters.
         on_ends: Sums those of what the first and the last stage hold; None: they hold nothing.
         parameter_hooks: Calls the user's hooks on parameters once per backward.
         structure: Notices layers and parameters that change.
@@ -148,6 +150,7 @@ class Pipeline:
     measuring: Measuring | None
     data_parallel: Mapping[int, DataParallel]
     shared: SharedParameters
+    shared_state: SharedState
     on_ends: SharedParameters | None
     parameter_hooks: ParameterHooks
     structure: Structure
@@ -194,7 +197,9 @@ class Pipeline:
         if self.surroundings.chunks > 1:
             whole = self.per_sample.whole(batch, run_layer)
         outline = partial(self.per_sample.outline, batch, run_layer)
-        return self.engine.forward(input, run_layer, whole, outline)
+        output = self.engine.forward(input, run_layer, whole, outline)
+        self.shared_state.check()
+        return output
 
     @contextmanager
     def backward(self, loss: Tensor, retain: bool, synchronize: bool) -> Iterator[Tensor]:

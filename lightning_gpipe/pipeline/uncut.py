@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.shared_state import SharedState
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
@@ -234,8 +236,15 @@ class Uncut:
         groups, placement = around.groups, tensors.placement
         settings, options = around.settings, around.data_parallel
         deferred = settings.deferred_batch_norm
+        shared_state = SharedState.of(self.layers, partition, groups)
         stages = {
-            part: Stage(layers, groups.device, deferred, groups.siblings)
+            part: Stage(
+                layers,
+                groups.device,
+                deferred,
+                groups.siblings,
+                partial(shared_state.watched, part),
+            )
             for part, layers in own.items()
         }
         rank = Rank.of(stages, groups, around.trial, around.watch)
@@ -281,6 +290,7 @@ class Uncut:
                 for part, slots in reversed(last_used.items())
             },
             shared_parameters(placement, groups, options),
+            shared_state,
             None,
             ParameterHooks(placement.own, placement.replicated, groups),
             Structure.of(self.module, self.backbone, groups.stages == groups.replicas == 1),

@@ -1,0 +1,130 @@
+"""Refuses what layers tell each other past their inputs and outputs, where stages lie between.
+
+An object, a list, a global or a buffer of a module that layers share is one thing in one process.
+Where the layers are on several stages, each has a copy: what one layer leaves in it, another one
+doesn't find, and computes with what was there before. Where all of those stages change it, such as
+a table that each makes when it first needs it, nothing is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.shared_state import Place, has_changed, shared_places
+
+_ALWAYS = 16  # forwards, and calls of the backbone, up to which all are looked at
+
+
+class SharedState:
+    """Watches what layers of several virtual stages can change.
+
+    Args:
+        layers: The layers of the backbone.
+        places: What layers share, in the same order on every rank; None: this rank has no such.
+        parts: For each layer its virtual stage.
+        own: The virtual stages of this rank.
+        groups: The process groups.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        places: Sequence[Place | None],
+        parts: Sequence[int],
+        own: Sequence[int],
+        groups: Groups,
+    ) -> None:
+        self._layers, self._places, self._groups = layers, places, groups
+        self._parts = [{parts[i] for i in place.layers} if place else set() for place in places]
+        #: the layers behind whose stage a place had changed
+        self._forwards = dict.fromkeys(own, 0)
+        self._changed: list[set[int]] = [set() for _ in places]
+        self._calls = 0
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], partition: Partition, groups: Groups) -> SharedState:
+        """Find what layers share. Collective over all ranks."""
+        parts = [part for part, indices in enumerate(partition.parts) for _ in indices]
+        found: Mapping[str, Place] = shared_places(layers, parts) if max(parts) else {}
+        names = groups.decide("shared state", lambda: [*found]) if max(parts) else []
+        own = range(groups.stage, len(partition.parts), groups.stages)
+        return cls(layers, [found.get(name) for name in names], parts, own, groups)
+
+    @contextmanager
+    def watched(self, part: int) -> Iterator[None]:
+        """Note what changes inside this context.
+
+        Args:
+            part: The virtual stage whose layers run.
+        """
+        self._forwards[part] += 1
+        if not self._places or not _is_looked_at(self._forwards[part]):
+            yield
+            return
+        pairs = zip(self._places, self._parts, strict=True)
+        before = [place.contents() if place and part in users else None for place, users in pairs]
+        try:
+            yield
+        except Exception as error:
+            self._explain(error, part)
+            raise
+        for place, old, changed in zip(self._places, before, self._changed, strict=True):
+            if place and old is not None and has_changed(old, place.contents()):
+                changed.add(part)
+
+    def check(self) -> None:
+        """Compare what stages have changed, after a call of the backbone. Collective, at times.
+
+        Raises:
+            RuntimeError: If some stages have changed what others share, and didn't change.
+        """
+        self._calls += 1
+        if not self._places or not _is_looked_at(self._calls):
+            return
+        own = [part for part, forwards in self._forwards.items() if forwards]
+        flags = torch.zeros(2, len(self._places), dtype=torch.uint8, device="cpu")
+        for index, (users, changed) in enumerate(zip(self._parts, self._changed, strict=True)):
+            flags[0, index] = bool(changed)
+            flags[1, index] = any(part in users and part not in changed for part in own)
+        both = self._groups.pipeline.reduce_in_host(flags, dist.ReduceOp.MAX).all(0).tolist()
+        if any(both):
+            raise RuntimeError(self._problem(both.index(True)))
+
+    def _explain(self, error: Exception, part: int) -> None:
+        """Tell what a layer that failed may have missed."""
+        pairs = zip(self._places, self._parts, strict=True)
+        names = [place.name for place, users in pairs if place and place.is_own and part in users]
+        if names and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"Layers of this stage share {', '.join(names[:3])} with layers of other stages."
+                f" What those leave there isn't here.{_REMEDY}"
+            )
+
+    def _problem(self, index: int) -> str:
+        place = self._places[index]
+        if place is None:
+            return f"Layers of several stages share something that this rank hasn't.{_REMEDY}"
+        first, *others = place.layers
+        names = f"{first} ({type(self._layers[first]).__name__}) and {others[-1]}"
+        return (
+            f"Layers {names} of the backbone share {place.name} (of type {place.kind}), and one of"
+            f" them changes it, but they are on different stages, which don't see it.{_REMEDY}"
+        )
+
+
+_REMEDY = (
+    " Return what later layers need with the layers' outputs, as tensors of shape [batch, ...], or"
+    " keep these layers on one stage: GPipeStrategy(balance=[...])."
+)
+
+
+def _is_looked_at(number: int) -> bool:
+    """The first ones, and then less and less often."""
+    return number <= _ALWAYS or number & (number - 1) == 0
