@@ -82,6 +82,24 @@ class Reads(nn.Module):
         return self.linear(x) * self.temperature.item()
 
 
+class State:
+    def __init__(self) -> None:
+        self.calls, self.more = 0, {"calls": 0}
+
+
+class InObject(nn.Module):
+    """Counts its calls in an object, and in a dict of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(WIDTH, WIDTH), State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.calls += 1
+        self.state.more["calls"] += 2
+        return self.linear(x) * (self.state.calls + self.state.more["calls"]) / 10
+
+
 class Sharing(nn.Sequential):
     """A layer whose two parts share a tensor."""
 
@@ -138,6 +156,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tensor, in place at times": Seldom,
     "tensor of two modules": Sharing,
     "function, once": Calls,
+    "object": InObject,
     "parametrized": lambda: nn.utils.parametrizations.orthogonal(Weighted()),
     "first time": FirstTime,
 }

@@ -68,6 +68,32 @@ def test_a_layer_finds_what_those_before_it_have_kept(name: str) -> None:
     assert not KEPT
 
 
+class State:
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, ["none"]
+
+
+class Counts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.state = State()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.state.calls += 1
+        self.state.seen.append(f"call {self.state.calls}")
+        return super().forward(input) * self.state.calls
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_objects_of_layers_are_as_they_were(name: str) -> None:
+    """A count that a layer keeps in an object began where the passes had left it."""
+    layers = [Counts(), nn.Tanh(), Counts()]
+    PASSES[name](layers)
+    for layer in (layers[0], layers[2]):
+        assert isinstance(layer, Counts)
+        assert vars(layer.state) == {"calls": 0, "seen": ["none"]}
+
+
 @pytest.mark.parametrize("name", PASSES)
 def test_what_code_keeps_is_looked_for_once_a_pass(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -75,9 +101,9 @@ def test_what_code_keeps_is_looked_for_once_a_pass(
     looks = []
 
     class Counted(own_state._OwnState):
-        def put_back(self, everything: bool = False) -> None:
-            looks.append(everything)
-            super().put_back(everything)
+        def put_back(self, extent: own_state.Extent = "tensors") -> None:
+            looks.append(extent)
+            super().put_back(extent)
 
     monkeypatch.setattr(own_state, "_OwnState", Counted)
     PASSES[name]([Keeps(4, 4) for _ in range(20)])

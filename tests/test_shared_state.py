@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.model.shared_state import has_changed, shared_places
+from lightning_gpipe.model.layer_state import has_changed, shared_places
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import RankError, run_ranks

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.model.layer_state import places_of
+
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 #: Elements of a tensor up to which it may be such state: what layers keep to look at is larger.
 _FEW = 1 << 12
@@ -21,7 +23,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class _State(NamedTuple):
-    """What a module keeps at one time.
+    """What a module or an object keeps at one time.
 
     Args:
         values: What can be put back, by name, with tensors in memory of their own.
@@ -32,7 +34,7 @@ class _State(NamedTuple):
     names: frozenset[str]
 
 
-#: The state of each module.
+#: The state of each module and object.
 States: TypeAlias = list[_State]
 
 
@@ -40,12 +42,16 @@ class LayerAttributes:
     """Keeps numbers, strings, flags and small tensors in attributes of layers for recomputes.
 
     Args:
-        modules: The modules of the stage, each once.
+        layers: The layers of the stage.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = (module for layer in layers for module in layer.modules())
         # PyTorch's own layers keep no such state
-        self._kept = [_Kept(vars(module)) for module in modules if not _is_torchs(module)]
+        found = [vars(module) for module in modules if not _is_torchs(module)]
+        places = (place for layer in layers for place in places_of(layer))
+        found += [of for place in places if (of := place.attributes) is not None]
+        self._kept = [*map(_Kept, {id(attributes): attributes for attributes in found}.values())]
 
     def met(self) -> States:
         """What layers keep now, in memory of its own."""
@@ -74,7 +80,7 @@ class LayerAttributes:
 
 
 class _Kept:
-    """The attributes of a module.
+    """The attributes of a module, or of an object that it holds.
 
     Args:
         attributes: By name.

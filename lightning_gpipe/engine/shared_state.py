@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.model.layer_state import Place, has_changed, shared_places
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.model.shared_state import Place, has_changed, shared_places
 
 _ALWAYS = 16  # forwards, and calls of the backbone, up to which all are looked at
 

@@ -81,7 +81,7 @@ class Stage:
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
-        self._attributes = LayerAttributes(self._modules)
+        self._attributes = LayerAttributes([*self._layers.values()])
         self._randomness = LayerRandomness(self._layers, device)
         self._watched = watched
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"

@@ -137,7 +137,10 @@ def _left_as_it_was(
 
     Without the fused kernels of evaluation, whose operations nobody counts.
     """
-    with own_state_kept(module), _attributes_kept(module, with_hooks, training, place):
+    with (
+        own_state_kept(module, "attributes"),
+        _attributes_kept(module, with_hooks, training, place),
+    ):
         yield
 
 

@@ -1,7 +1,4 @@
-"""What layers of several stages share beside weights and buffers: objects, containers, globals.
-
-Each process has its own. What a layer changes in it, layers on other stages don't see.
-"""
+"""What layers can change beside weights and buffers: objects, containers, globals."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ Contents: TypeAlias = dict[Any, tuple[Any, int]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Something that code of several stages' layers can change.
+    """Something that the code of layers can change.
 
     Args:
         name: How the first of them calls it.
@@ -56,6 +53,20 @@ class Place:
         kind = type(self.value)
         is_inside = "." in self.name or "[" in self.name
         return not (is_inside or issubclass(kind, type) or _is_installed(kind))
+
+    @property
+    def attributes(self) -> dict[str, Any] | None:
+        """What one of the user's own objects keeps, or a small dict; None: it is something else."""
+        value, kind = self.value, type(self.value)
+        if self.key is not None:
+            return None
+        if kind is dict:
+            is_small = len(value) <= _ENTRIES and all(type(key) is str for key in value)
+            return value if is_small else None
+        if issubclass(kind, (type, nn.Module, Tensor, *_CONTAINERS)) or _is_installed(kind):
+            return None
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        return found
 
     def contents(self) -> Contents:
         """What stands there now."""
@@ -89,12 +100,18 @@ def has_changed(before: Contents, now: Contents) -> bool:
     )
 
 
+def places_of(layer: nn.Module) -> list[Place]:
+    """The places that a layer can change.
+
+    These are what it holds in attributes, its modules, objects and classes too, and the globals and
+    outer variables that functions of its classes name; not what belongs to PyTorch, to Lightning or
+    to Python.
+    """
+    return _Walk(layer).places
+
+
 def shared_places(layers: Sequence[nn.Module], parts: Sequence[int]) -> dict[str, Place]:
     """The places that layers of several virtual stages can change, by names of their own.
-
-    These are what layers hold in attributes, those of their objects and classes too, and the
-    globals and outer variables that functions of their classes name; not what belongs to PyTorch,
-    to Lightning or to Python.
 
     Args:
         layers: The layers of the backbone.
@@ -102,7 +119,7 @@ def shared_places(layers: Sequence[nn.Module], parts: Sequence[int]) -> dict[str
     """
     found: dict[tuple[int, str | None], Place] = {}
     for index, layer in enumerate(layers):
-        for place in _Walk(layer).places:
+        for place in places_of(layer):
             first = found.setdefault((id(place.value), place.key), place)
             first.layers.append(index)
     shared = [p for p in found.values() if len({parts[index] for index in p.layers}) > 1]
