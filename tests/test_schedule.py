@@ -7,6 +7,8 @@ import math
 import random
 import re
 import tracemalloc
+from functools import cache
+from typing import TypeAlias
 
 import pytest
 
@@ -284,7 +286,10 @@ def test_only_those_backwards_are_split_that_others_wait_for(micro_batches: int)
     assert held(some) <= 3
 
 
-def random_case(number: int) -> tuple[tuple[int, ...], int, Checkpoint, Costs, float]:
+Case: TypeAlias = tuple[tuple[int, ...], int, Checkpoint, Costs, float]
+
+
+def random_case(number: int) -> Case:
     draw = random.Random(number)
     ranks, virtual = draw.randint(1, 6), draw.choice((1, 1, 2, 3))
     placement = rounds(ranks, virtual) if draw.random() < 0.7 else there_and_back(ranks)
@@ -303,11 +308,17 @@ def random_case(number: int) -> tuple[tuple[int, ...], int, Checkpoint, Costs, f
     return placement, micro_batches, mode, costs, limit
 
 
+@cache
+def random_search(number: int) -> tuple[Case, Schedule]:
+    """A random case, and what a search finds."""
+    case = random_case(number)
+    return case, search(*case)
+
+
 @pytest.mark.parametrize("number", range(0, 500, 50))
 def test_fuzz_of_searched_programs(number: int) -> None:
-    for case in map(random_case, range(number, number + 50)):
+    for case, found in map(random_search, range(number, number + 50)):
         placement, micro_batches, mode, costs, limit = case
-        found = search(*case)
         validate(found)
         assert held(found) <= limit, case
         length = simulate(found, costs).length
@@ -356,20 +367,20 @@ def runs_one_message_at_a_time(schedule: Schedule) -> bool:
 
 @pytest.mark.parametrize("number", range(0, 500, 50))
 def test_ranks_post_messages_in_one_order(number: int) -> None:
-    for case in map(random_case, range(number, number + 50)):
+    for case, found in map(random_search, range(number, number + 50)):
         placement, micro_batches, mode, _, _ = case
-        schedules = [search(*case), fill_drain(placement, micro_batches, mode)]
+        schedules = [found, fill_drain(placement, micro_batches, mode)]
         if placement == rounds(max(placement) + 1, placement.count(0)):
             schedules.append(one_f_one_b(placement, micro_batches, mode))
         for schedule in schedules:
             assert runs_one_message_at_a_time(schedule), case
+            everything = {action for program in schedule.programs for action in program}
             for rank, program in enumerate(schedule.programs):
                 posted: set[Action] = set()
                 arrivals = receives(schedule, rank)
                 for action in program:
                     posted.update(arrivals.get(action, ()))
-                    sources = upstream_of(action)
-                    made = [s for p in schedule.programs for s in p if s in sources]
+                    made = everything.intersection(upstream_of(action))
                     here = [s for s in made if placement[s.stage] == rank]
                     assert here or not made or posted.intersection(made), "posted before it is used"
 
