@@ -18,6 +18,12 @@ from tests.ranks import RankError, run_ranks
 from tests.training import train
 
 
+class Context:
+    """What blocks may hold together."""
+
+    depth = 0.0
+
+
 class Block(nn.Module):
     """Looks at a mask for each sample, at positions that all share, and at a second input."""
 
@@ -32,7 +38,8 @@ class Block(nn.Module):
     def forward(
         self, hidden: Tensor, mask: Tensor, *, positions: Tensor, other: Any, scale: float
     ) -> Any:
-        mixed = self.linear(hidden) + positions * other * scale * self.gain
+        gain = self.gain + getattr(self, "context", Context()).depth
+        mixed = self.linear(hidden) + positions * other * scale * gain
         hidden = (hidden + torch.where(mask, mixed, 0.0).tanh()).repeat(1, self.widens)
         return (hidden, None) if self.as_tuple else hidden
 
@@ -332,6 +339,20 @@ class Sets(Encoder):
         return super().call(i, block, hidden, mask, shared)
 
 
+class Deepens(Encoder):
+    """Changes an object that all blocks hold before each call."""
+
+    def build(self) -> None:
+        super().build()
+        self.context = Context()
+        for block in self.blocks:
+            block.context = self.context
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        self.context.depth = float(i)
+        return super().call(i, block, hidden, mask, shared)
+
+
 class Evaluates(Encoder):
     """Runs blocks in evaluation mode, and sets them back."""
 
@@ -395,6 +416,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Cached", "Block 0 was given a object, which can't be split"),
         ("Accumulates", "A tensor that a block was called with was changed in place"),
         ("SetsBack", "Block 1 had another value of gain when it was called"),
+        ("Deepens", "Block 0 had another value of context when it was called"),
         ("Evaluates", "Block 0 had another value of training when it was called"),
     ],
 )

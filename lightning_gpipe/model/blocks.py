@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_gpipe.model.layer_state import Place, places_of
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.promise import Unknown, stand_in
@@ -137,6 +138,7 @@ class _Listener:
         self._loop: Loop | None = None
         self._beside: int | None = None  # how many elements a block returns behind the first
         self._as_tuple = False
+        self._places: dict[int, list[Place]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()
@@ -164,7 +166,8 @@ class _Listener:
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
-        loop.note_block(list(blocks._modules.values())[index])
+        block = list(blocks._modules.values())[index]
+        loop.note_block(block, self._places_of(index, block))
         if index < len(blocks._modules) - 1:
             promise = loop.next_promise()
             beside = (Unknown() for _ in range(self._beside or 0))
@@ -173,6 +176,13 @@ class _Listener:
         self._loop = None
         value, program = loop.end()
         return self._run(value, program.run)
+
+    def _places_of(self, index: int, block: nn.Module | None) -> list[Place]:
+        """What a block can change and read beside its own attributes; looked for once a run."""
+        if index not in self._places and block is not None:
+            found = places_of(block)
+            self._places[index] = [place for place in found if place.value is not block]
+        return self._places.get(index, [])
 
 
 def _nobody() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_gpipe.model.layer_state import Contents, Place, has_changed
 from lightning_gpipe.model.promise import CONDITION, Promise, Unknown
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import CONSTANTS
@@ -160,6 +161,7 @@ class Loop:
     reads: set[str] = field(default_factory=set)
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
     _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    _places: list[list[tuple[Place, Contents]]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
@@ -192,10 +194,16 @@ class Loop:
         ]
         self.calls.append(BlockCall(spec, tuple(entries)))
 
-    def note_block(self, block: nn.Module | None) -> None:
-        """Note with which attributes a block was called."""
+    def note_block(self, block: nn.Module | None, places: Sequence[Place]) -> None:
+        """Note with which attributes a block was called, and with what in other places.
+
+        Args:
+            block: The block.
+            places: What it can change and read besides.
+        """
         if block is not None:
             self._attributes.append((block, _constants_of(block)))
+            self._places.append([(place, place.contents()) for place in places])
 
     def next_promise(self) -> Promise:
         """What the block that was noted last returns."""
@@ -216,11 +224,14 @@ class Loop:
         for index, (block, before) in enumerate(self._attributes):
             now = _constants_of(block)
             changed = [name for name in before if now.get(name) not in (before[name],)]
+            for place, contents in self._places[index]:
+                if has_changed(contents, place.contents()):
+                    changed.append(place.name)
             if changed:
                 raise RuntimeError(
                     f"Block {index} had another value of {', '.join(changed)} when it was called"
-                    f" than when the last block was called, and {_LATER} Don't set it back in the"
-                    " loop, or give it to the block as an argument."
+                    f" than when the last block was called, and {_LATER} Don't change it in the"
+                    " loop after the block's call, or give it to the block as an argument."
                 )
         program = LoopProgram.of(tuple(self.calls), tuple(sorted(self.reads)))
         return (self.hidden, self.tensors, program.text), program
