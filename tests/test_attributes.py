@@ -7,8 +7,13 @@ left: the gradients were those of another function.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +105,59 @@ class InObject(nn.Module):
         return self.linear(x) * (self.state.calls + self.state.more["calls"]) / 10
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counting(nn.Module):
+    """Counts its calls somewhere.
+
+    Args:
+        state: Where.
+        count: Counts once more, and tells how many there were.
+    """
+
+    def __init__(self, state: Any, count: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.linear, self.state, self.count = nn.Linear(WIDTH, WIDTH), state, [count]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + float(self.count[0](self)) / 10)
+
+
+def in_entry(layer: Any) -> float:
+    layer.state[0] += 1
+    return float(layer.state[0])
+
+
+def in_slot(layer: Any) -> float:
+    layer.state.calls += 1
+    return float(layer.state.calls)
+
+
+def in_length(layer: Any) -> float:
+    layer.state.append(0)
+    return len(layer.state)
+
+
+def in_tuple(layer: Any) -> float:
+    layer.state = (*layer.state, 1)
+    return len(layer.state)
+
+
+def in_number(layer: Any) -> float:
+    layer.state = layer.state + 1
+    return float(layer.state)
+
+
+def in_tensor(layer: Any) -> float:
+    layer.state[0] += 1
+    return float(layer.state[0])
+
+
 class Sharing(nn.Sequential):
     """A layer whose two parts share a tensor."""
 
@@ -157,6 +215,17 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tensor of two modules": Sharing,
     "function, once": Calls,
     "object": InObject,
+    "list": lambda: Counting([0], in_entry),
+    "default dict": lambda: Counting(defaultdict(int), in_entry),
+    "array": lambda: Counting(np.zeros(1), in_entry),
+    "slots": lambda: Counting(Slotted(), in_slot),
+    "namespace": lambda: Counting(SimpleNamespace(calls=0), in_slot),
+    "list that grows": lambda: Counting([], in_length),
+    "deque": lambda: Counting(deque(), in_length),
+    "tuple": lambda: Counting((), in_tuple),
+    "number of NumPy": lambda: Counting(np.int64(0), in_number),
+    "fraction": lambda: Counting(Fraction(0), in_number),
+    "tensor in a list": lambda: Counting([torch.zeros(1)], in_tensor),
     "parametrized": lambda: nn.utils.parametrizations.orthogonal(Weighted()),
     "first time": FirstTime,
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,6 +95,47 @@ def test_objects_of_layers_are_as_they_were(name: str) -> None:
     for layer in (layers[0], layers[2]):
         assert isinstance(layer, Counts)
         assert vars(layer.state) == {"calls": 0, "seen": ["none"]}
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CountsAnywhere(nn.Linear):
+    """Counts in a namespace, an array, a tensor of an object, a slot, a class and a global."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.namespace, self.array = SimpleNamespace(calls=0), np.zeros(1)
+        self.object, self.slotted = State(), Slotted()
+        self.object.tensor = torch.zeros(1)  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> Tensor:
+        global calls
+        calls += 1
+        CountsAnywhere.calls += 1
+        self.namespace.calls += 1
+        self.slotted.calls += 1
+        self.array += 1
+        self.object.tensor += 1  # type: ignore[attr-defined]
+        return super().forward(input)
+
+
+calls = 0
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_nothing_is_counted_anywhere(name: str) -> None:
+    layers = [CountsAnywhere(), nn.Tanh()]
+    PASSES[name](layers)
+    layer: Any = layers[0]
+    found = layer.namespace.calls, layer.array[0], layer.object.tensor[0], layer.slotted.calls
+    assert (*found, CountsAnywhere.calls, calls) == (0,) * 6
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -9,54 +9,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from lightning_gpipe.model.layer_state import places_of
+from lightning_gpipe.model.places import (
+    CONTAINERS,
+    FEW,
+    NOTHING,
+    Entries,
+    Place,
+    has_values,
+    own_copy,
+)
 
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
-#: Elements of a tensor up to which it may be such state: what layers keep to look at is larger.
-_FEW = 1 << 12
-_OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, type(None), Number, Enum, np.generic)
 
 
 class _State(NamedTuple):
-    """What a module or an object keeps at one time.
+    """What stands in a place at one time.
 
     Args:
         values: What can be put back, by name, with tensors in memory of their own.
-        names: Of all attributes.
+        names: Of all that stood there.
     """
 
-    values: dict[str, Any]
-    names: frozenset[str]
+    values: Entries
+    names: frozenset[Any]
 
 
-#: The state of each module and object.
+#: The state of each place.
 States: TypeAlias = list[_State]
 
 
 class LayerAttributes:
     """Keeps numbers, strings, flags and small tensors in attributes of layers for recomputes.
 
+    Also those in their objects, in containers that hold nothing else, and in globals.
+
     Args:
         layers: The layers of the stage.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = (module for layer in layers for module in layer.modules())
-        # PyTorch's own layers keep no such state
-        found = [vars(module) for module in modules if not _is_torchs(module)]
-        places = (place for layer in layers for place in places_of(layer))
-        found += [of for place in places if (of := place.attributes) is not None]
-        self._kept = [*map(_Kept, {id(attributes): attributes for attributes in found}.values())]
+        places = {(id(p.value), p.key): p for layer in layers for p in places_of(layer)}
+        self._places = [place for place in places.values() if _can_be_put_back(place)]
 
     def met(self) -> States:
         """What layers keep now, in memory of its own."""
-        copies: dict[int, Tensor] = {}
-        return [_State(_own(kept.values(), copies), kept.names) for kept in self._kept]
+        copies: dict[int, Any] = {}
+        found = []
+        for place in self._places:
+            entries = place.entries()
+            values = {name: v for name, v in entries.items() if _is_state(v)}
+            if isinstance(place.value, CONTAINERS) and place.key is None:
+                is_whole = len(values) == len(entries) <= FEW
+                values = values if is_whole else {}
+                if not is_whole:
+                    found.append(_State({}, _LEFT))
+                    continue
+            found.append(_State(_own(values, copies), frozenset(entries)))
+        return found
 
     @contextmanager
     def restored(self, met: States) -> Iterator[None]:
@@ -65,52 +82,28 @@ class LayerAttributes:
         Args:
             met: What :meth:`met` gave before it; it stays as it is.
         """
-        before = [dict(kept.attributes) for kept in self._kept]
-        copies: dict[int, Tensor] = {}
-        for kept, state in zip(self._kept, met, strict=True):
-            kept.put(_own(state.values, copies), state.names)
+        before = [place.entries() for place in self._places]
+        copies: dict[int, Any] = {}
+        for place, state, entries in zip(self._places, met, before, strict=True):
+            if state.names is not _LEFT:
+                later = {n for n, v in entries.items() if n not in state.names and _is_state(v)}
+                left = {name: v for name, v in entries.items() if name not in later}
+                place.put_back(left | _own(state.values, copies))
         try:
             yield
         finally:
-            for kept, attributes in zip(self._kept, before, strict=True):
-                kept.attributes.update(attributes)
-                if len(kept.attributes) > len(attributes):
-                    for name in kept.attributes.keys() - attributes.keys():
-                        del kept.attributes[name]
+            for place, entries in zip(self._places, before, strict=True):
+                place.put_back(entries)
 
 
-class _Kept:
-    """The attributes of a module, or of an object that it holds.
+_LEFT: frozenset[Any] = frozenset({"left as it is"})
 
-    Args:
-        attributes: By name.
-    """
 
-    __slots__ = ("_own", "attributes", "names")
-
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self.attributes = attributes
-        self.names: frozenset[str] = frozenset()
-        self._own: list[str] = []
-
-    def values(self) -> dict[str, Any]:
-        """What can be put back."""
-        attributes = self.attributes
-        if attributes.keys() != self.names:
-            self.names = frozenset(attributes)
-            self._own = sorted(self.names - _OF_MODULES)
-        return {
-            name: value
-            for name in self._own
-            if type(value := attributes[name]) in _PLAIN or _is_small(value)
-        }
-
-    def put(self, values: dict[str, Any], names: frozenset[str]) -> None:
-        """Put values back as they were when there were attributes of those names."""
-        if self.attributes.keys() != names:
-            for name in self.values().keys() - names:  # of later forwards
-                del self.attributes[name]
-        self.attributes.update(values)
+def _can_be_put_back(place: Place) -> bool:
+    """Whether a recompute may find a place as the forward did."""
+    if isinstance(place.value, nn.Module):
+        return not _is_torchs(place.value)  # which keep no such state
+    return not isinstance(place.value, (Tensor, np.ndarray))  # others hold them
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -119,21 +112,25 @@ def _is_torchs(module: nn.Module) -> bool:
     return all(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
 
 
-def _is_small(value: Any) -> bool:
-    return type(value) is Tensor and not value.requires_grad and value.numel() <= _FEW
+def _is_state(value: Any) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return has_values(value)
+    if type(value) in (tuple, frozenset):
+        return len(value) <= FEW and all(isinstance(one, _PLAIN) for one in value)
+    return value is NOTHING or isinstance(value, _PLAIN)
 
 
-def _own(values: dict[str, Any], copies: dict[int, Tensor]) -> dict[str, Any]:
+def _own(values: Entries, copies: dict[int, Any]) -> Entries:
     """Values in memory of their own.
 
     Args:
         values: By name.
-        copies: Of tensors, by their ``id``: what several modules share is one tensor again.
+        copies: Of tensors and arrays, by their ``id``: what several places share is one again.
     """
+    found = dict(values)
     for name, value in values.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, np.ndarray)):
             if id(value) not in copies:
-                with torch.no_grad():
-                    copies[id(value)] = value.clone()
-            values = {**values, name: copies[id(value)]}
-    return values
+                copies[id(value)] = own_copy(value)
+            found[name] = copies[id(value)]
+    return found

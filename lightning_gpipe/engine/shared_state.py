@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.model.layer_state import Place, has_changed, shared_places
+from lightning_gpipe.model.layer_state import is_own, shared_places
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.places import Place, has_changed
 
 _ALWAYS = 16  # forwards, and calls of the backbone, up to which all are looked at
 
@@ -100,7 +101,7 @@ class SharedState:
     def _explain(self, error: Exception, part: int) -> None:
         """Tell what a layer that failed may have missed."""
         pairs = zip(self._places, self._parts, strict=True)
-        names = [place.name for place, users in pairs if place and place.is_own and part in users]
+        names = [place.name for place, users in pairs if place and is_own(place) and part in users]
         if names and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(
                 f"Layers of this stage share {', '.join(names[:3])} with layers of other stages."

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_gpipe.model.layer_state import Place, places_of
+from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
+from lightning_gpipe.model.places import Place
 from lightning_gpipe.model.promise import Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_gpipe.model.layer_state import Contents, Place, has_changed
+from lightning_gpipe.model.places import Contents, Place, has_changed
 from lightning_gpipe.model.promise import CONDITION, Promise, Unknown
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import CONSTANTS

@@ -18,6 +18,7 @@ from torch.autograd import grad  # itself, where a run has put another in its pl
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.random_state import preserved
@@ -138,7 +139,8 @@ def _left_as_it_was(
     Without the fused kernels of evaluation, whose operations nobody counts.
     """
     with (
-        own_state_kept(module, "attributes"),
+        own_state_kept(module),
+        layer_state_kept([module]),
         _attributes_kept(module, with_hooks, training, place),
     ):
         yield

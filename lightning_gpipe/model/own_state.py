@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,15 +28,12 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _OF_MODULES = vars(nn.Module()).keys()
 _NO_DATA = (type, ModuleType, FunctionType)
 _CONTAINERS = (list, dict, set)
-#: What is put back: tensors without values alone; also all that has changed in what the module's
-#: attributes lead to; also all that has changed in globals and classes.
-Extent: TypeAlias = Literal["tensors", "attributes", "everything"]
 _outermost: _OwnState | None = None
 _is_in_pass = False
 
 
 @contextmanager
-def own_state_kept(module: nn.Module, extent: Extent = "tensors") -> Iterator[None]:
+def own_state_kept(module: nn.Module, everything: bool = False) -> Iterator[None]:
     """Let no tensors without values stay in what code of the user's keeps.
 
     That is looked for in functions' caches, and in globals, classes and objects of the packages
@@ -45,7 +42,8 @@ def own_state_kept(module: nn.Module, extent: Extent = "tensors") -> Iterator[No
 
     Args:
         module: The user's module, or a part of it.
-        extent: What is put back at the end.
+        everything: Whether all is put back that has changed in those packages' globals, classes
+            and objects, and not only tensors without values.
     """
     global _outermost
     outer = _outermost
@@ -56,14 +54,14 @@ def own_state_kept(module: nn.Module, extent: Extent = "tensors") -> Iterator[No
         try:
             yield
         finally:
-            outer.put_back(extent)
+            outer.put_back()
         return
     _outermost = state = _OwnState(module)
     try:
         yield
     finally:
         _outermost = None
-        state.put_back(extent)
+        state.put_back(everything)
         state.clear_caches(_caches())
 
 
@@ -77,7 +75,7 @@ def own_state_kept_in_pass(layers: Sequence[nn.Module]) -> Iterator[None]:
         layers: All layers of the backbone.
     """
     global _is_in_pass
-    with own_state_kept(nn.ModuleList(layers), "attributes"):
+    with own_state_kept(nn.ModuleList(layers)):
         before, _is_in_pass = _is_in_pass, True
         try:
             yield
@@ -97,27 +95,21 @@ class _OwnState:
         caches = [*_caches(), *self._own_caches]
         self._caches = {id(cache): (cache, cache.cache_info().misses) for cache in caches}
 
-    def put_back(self, extent: Extent = "tensors") -> None:
-        for index, (holder, values) in enumerate(self._names):
-            wholly = self._is_within(extent, index < self._inner[0])
+    def put_back(self, everything: bool = False) -> None:
+        for holder, values in self._names:
             now = _names(holder)
             changed = [k for k in now.keys() | values.keys() if now.get(k) is not values.get(k)]
             for name in changed:
                 with suppress(AttributeError, TypeError):  # it can't be set: nor could the user
-                    if name in values and _is_wrong(now.get(name), wholly):
+                    if name in values and _is_wrong(now.get(name), everything):
                         setattr(holder, name, values[name])
-                    elif name not in values and _is_wrong(now[name], wholly):
+                    elif name not in values and _is_wrong(now[name], everything):
                         delattr(holder, name)
-        for index, (container, before) in enumerate(self._contents):
-            wholly = self._is_within(extent, index < self._inner[1])
-            if _has_changed(container, before) and _is_wrong(container, wholly):
+        for container, before in self._contents:
+            if _has_changed(container, before) and _is_wrong(container, everything):
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(before)
         self.clear_caches(cache for cache, _ in self._caches.values())
-
-    @staticmethod
-    def _is_within(extent: Extent, is_inner: bool) -> bool:
-        return extent == "everything" or (extent == "attributes" and is_inner)
 
     def clear_caches(self, caches: Iterable[Any]) -> None:
         for cache in caches:
@@ -126,23 +118,16 @@ class _OwnState:
                 cache.cache_clear()
 
     def _holders(self, module: nn.Module) -> list[Any]:
-        """All that has attributes, the module's first; notes the containers on the way."""
+        """All that has attributes; notes the containers on the way."""
         # others, such as recurrent layers, hold weak references that must be free to go
         of_modules = (vars(part).items() for part in module.modules() if self._is_own(part))
-        seen: set[int] = set()
-        found = self._reached([v for i in of_modules for k, v in i if k not in _OF_MODULES], seen)
-        self._inner = len(found), len(self._contents)
-        sources = [
-            source
-            for name, source in list(sys.modules.items())
-            if package(name) in self._own and isinstance(source, ModuleType)
-        ]
-        left = [value for source in sources for value in _names(source).values()]
-        return [*found, *sources, *self._reached(left, seen)]
-
-    def _reached(self, left: list[Any], seen: set[int]) -> list[Any]:
-        """What has attributes and can be reached from values; notes the containers on the way."""
+        left = [v for items in of_modules for k, v in items if k not in _OF_MODULES]
         found: list[Any] = []
+        for name, source in list(sys.modules.items()):
+            if package(name) in self._own and isinstance(source, ModuleType):
+                found.append(source)
+                left += _names(source).values()
+        seen: set[int] = set()
         while left:
             value = left.pop()
             kind = type(value)  # a proxy claims to be of another class, or fails to tell
@@ -168,10 +153,10 @@ class _OwnState:
         return any(package(base.__module__) in self._own for base in kind.__mro__)
 
 
-def _is_wrong(value: Any, wholly: bool) -> bool:
+def _is_wrong(value: Any, everything: bool) -> bool:
     if issubclass(type(value), ModuleType):  # imported meanwhile
         return False
-    return wholly or _has_no_values(value)
+    return everything or _has_no_values(value)
 
 
 def _has_changed(container: Any, before: Any) -> bool:

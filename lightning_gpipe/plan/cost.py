@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     meta_tensors,
     run_layer_on_meta,
     run_on_meta,
     to_meta_leaf,
 )
-from lightning_gpipe.model.own_state import own_state_kept_in_pass
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.schedule.costs import BACKWARD_RATIO
@@ -76,7 +76,7 @@ def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -
     found, known = [], dict[Hashable, tuple[LayerCost, Tree]]()
     value = _on_meta(sample)
     counter = FlopCounterMode(display=False)
-    with own_state_kept_in_pass(layers), counter, torch.enable_grad():
+    with state_kept_in_pass(layers), counter, torch.enable_grad():
         for index, layer in enumerate(layers):
             given = Tree.of(value, "A layer's input")
             key = signature(layer, run_layer, index, given)

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     Pretended,
     meta_tensors,
     run_layer_on_meta,
     to_meta_leaf,
 )
-from lightning_gpipe.model.own_state import own_state_kept_in_pass
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.plan.backward_memory import in_backward
@@ -177,7 +177,7 @@ def layer_memories(
     training = None if trains else True
     watch = _Watch(run_layer)
     facts, known = [], dict[Hashable, _Shown]()
-    with own_state_kept_in_pass(layers), torch.enable_grad():
+    with state_kept_in_pass(layers), torch.enable_grad():
         value = _copied(micro_batch, place)
         for index, layer in enumerate(layers):
             given = Tree.of(value, "A layer's input")

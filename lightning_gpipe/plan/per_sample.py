@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
-from lightning_gpipe.model.own_state import own_state_kept_in_pass
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
@@ -137,7 +137,7 @@ class PerSample:
         ]
         value = batch.with_leaves(leaves).value()
         origins = Origins(itertools.compress(leaves, split.split_leaves))
-        with own_state_kept_in_pass(self._layers), origins:
+        with state_kept_in_pass(self._layers), origins:
             for index, layer in enumerate(self._layers):
                 value = run_layer_on_meta(layer, run_layer, index, value)
         output = Tree.of(value, "The backbone's output")
@@ -264,7 +264,7 @@ class _Trials:
     def _run(self, given: Tree) -> list[torch.Size]:
         """Run the layers; returns the shapes of all that they return, but for their first."""
         value, shapes = given.value(), []
-        with own_state_kept_in_pass(self._layers), torch.no_grad():
+        with state_kept_in_pass(self._layers), torch.no_grad():
             for index, layer in enumerate(self._layers):
                 _refuse_time_first(index, layer, value)
                 value = run_layer_on_meta(layer, self._run_layer, index, value)

@@ -14,13 +14,13 @@ from torch.autograd import backward  # itself, where a run of one stage has put 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     Pretended,
     meta_tensors,
     run_layer_on_meta,
     to_meta_leaf,
 )
-from lightning_gpipe.model.own_state import own_state_kept_in_pass
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.tensors.tree import Tree
@@ -201,7 +201,7 @@ def output_of(
         UntraceableLayer: If a layer needs the values of its input.
     """
     known: dict[Hashable, Tree] = {}
-    with own_state_kept_in_pass(layers), torch.no_grad():
+    with state_kept_in_pass(layers), torch.no_grad():
         for index, layer in enumerate(layers):
             given = Tree.of(value, "A layer's input")
             key = signature(layer, run_layer, index, given)

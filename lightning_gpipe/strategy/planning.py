@@ -114,7 +114,7 @@ class PlanningStrategy(SavingStrategy):
         with (
             warnings.catch_warnings(),
             preserved(torch.device("cpu")),
-            own_state_kept(module, "everything"),
+            own_state_kept(module, everything=True),
             _built(module, self.precision_plugin),
             self.precision_plugin.forward_context(),
         ):
