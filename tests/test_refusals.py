@@ -48,6 +48,67 @@ def test_optimizers_by_parameter_are_not_refused(name: str) -> None:
     refuse_optimizers([kind(nn.Linear(2, 2, bias=False).parameters(), lr=0.1)])
 
 
+class Normalized(torch.optim.SGD):
+    """Steps along the gradient of the whole model, of length 1."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        weights = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([p.grad.flatten() for p in weights]).norm()  # type: ignore[union-attr]
+        with torch.no_grad():
+            for p in weights:
+                p.sub_(p.grad / norm, alpha=0.1)  # type: ignore[operator]
+        return loss
+
+
+class Slow(torch.optim.Optimizer):
+    """Steps by the mean of all gradients so far, which the second step sees first."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["sum"] = state.get("sum", 0.0) + sum(
+                    float(other.grad.mean())
+                    for other in group["params"]
+                    if "sum" in self.state[other]
+                )
+                p.sub_(p.grad * state["sum"])
+
+
+class Signs(torch.optim.SGD):
+    """Steps parameter by parameter, by a rule of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign() * p.grad.norm(), alpha=group["lr"])
+        return closure() if closure is not None else None
+
+
+@pytest.mark.parametrize("kind", [Normalized, Slow])
+def test_an_optimizer_that_looks_at_all_gradients_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"In a step of {kind.__name__} where a parameter goes"):
+        refuse_optimizers([kind(nn.Linear(2, 2).parameters(), lr=0.1)])
+
+
+@pytest.mark.parametrize("name", ["Signs", "Langevin", "Twice"])
+def test_one_that_looks_at_each_is_not_refused(name: str) -> None:
+    weights, state = [*nn.Linear(2, 2).parameters()], torch.get_rng_state()
+    before = [p.clone() for p in weights]
+    optimizer = globals()[name](weights, lr=0.1)
+    refuse_optimizers([optimizer])
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(weights, before, rtol=0, atol=0)
+
+
 class Twice(torch.optim.SGD):
     """Evaluates again where a step along the whole gradient leads."""
 

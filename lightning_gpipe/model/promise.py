@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 CONDITION = (
     "Blocks are for models that call all of them in order, and hand the hidden state from one to"
     " the next untouched, without torch.utils.checkpoint around them; build the backbone as an"
-    " nn.Sequential otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True)."
+    " nn.Sequential otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True). If"
+    " this list isn't the one to cut, such as that of embeddings or heads, name another:"
+    " GPipeStrategy(backbone='...')."
 )
 
 

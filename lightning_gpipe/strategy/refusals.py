@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.plan.fitting import usable_memory
+from lightning_gpipe.plan.optimizer_state import couples_parameters
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.strategy.world import Layout
 
@@ -249,6 +250,13 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"{name}(max_grad_norm=...) clips by the norm of the gradients that it sees, which"
                 " are those of one process: give it max_grad_norm=None, and the Trainer"
                 " gradient_clip_val=..., which is right over all stages."
+            )
+        if couples_parameters(optimizer):
+            raise ValueError(
+                f"In a step of {name} where a parameter goes depends on the gradients of others,"
+                " such as by their norm, and a process has those of its stage."
+                f" {_whole_model(name)} For a norm use the Trainer's gradient_clip_val, or"
+                " trainer.strategy.grad_norm(parameters) before the step."
             )
 
 
