@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from typing import Any
 
@@ -311,12 +312,13 @@ class Cached(nn.Module):
 
 
 def hidden_table() -> Any:
-    kept: dict[torch.device, Tensor] = {}
+    kept = threading.local()
 
     def read(x: Tensor) -> Tensor:
-        if x.device not in kept:
-            kept[x.device] = torch.ones(WIDTH, device=x.device)
-        return kept[x.device]
+        if not hasattr(kept, x.device.type):
+            setattr(kept, x.device.type, torch.ones(WIDTH, device=x.device))
+        table: Tensor = getattr(kept, x.device.type)
+        return table
 
     return read
 

@@ -31,6 +31,7 @@ from tests.training import train
 CPU = torch.device("cpu")
 #: What layers told of their runs, for copies are thrown away.
 TOLD: list[Any] = []
+tell = TOLD.append  # a list that layers name would be put back
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +64,13 @@ class Taking(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.seconds = backward_s
         CLOCK.now += forward_s
-        TOLD.append("F")
+        tell("F")
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         CLOCK.now += ctx.seconds
-        TOLD.append("B")
+        tell("B")
         return gradient, gradient.sum(0), None, None
 
 
@@ -126,7 +127,7 @@ class Tells(nn.Module):
     def forward(self, value: Any) -> Any:
         x, mask = value
         here = torch.is_autocast_enabled("cpu"), self.training, torch.is_grad_enabled()
-        TOLD.append((len(x), len(mask), here, x.is_inference()))
+        tell((len(x), len(mask), here, x.is_inference()))
         return value
 
 
@@ -176,9 +177,9 @@ class Traces(nn.Module):
 
 def test_measuring_leaves_no_trace() -> None:
     layer, lock = Traces(), threading.Lock()  # which nobody can copy
-    layer.register_forward_hook(lambda *_: TOLD.append(lock))
-    layer.inner[0].register_full_backward_hook(lambda *_: TOLD.append(lock))
-    layer.inner[0].weight.register_hook(lambda *_: TOLD.append(lock))
+    layer.register_forward_hook(lambda *_: tell(lock))
+    layer.inner[0].register_full_backward_hook(lambda *_: tell(lock))
+    layer.inner[0].weight.register_hook(lambda *_: tell(lock))
     layer.inner[0].bias.requires_grad_(False)
     layer.inner[0].weight.grad = torch.ones(WIDTH, WIDTH)
     layer.inner[1].eval()
@@ -287,7 +288,7 @@ class Mixed(L.LightningModule):
         def forward(self, x: Tensor) -> Tensor:
             if not x.is_meta:
                 mode = self.training, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
-                TOLD.append((*mode, torch.get_autocast_dtype("cpu"), len(x)))
+                tell((*mode, torch.get_autocast_dtype("cpu"), len(x)))
             return super().forward(x)
 
     def __init__(self) -> None:

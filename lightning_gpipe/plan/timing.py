@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.on_meta import hooks_of_torch
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.cost import LayerCost
@@ -70,6 +71,7 @@ def layer_times(
     times, share = [], min(1.0, _LAYERS / len(layers))
     with (
         preserved(device),
+        layer_state_kept(layers),
         torch.inference_mode(False),
         torch.set_grad_enabled(trains),
         warnings.catch_warnings(),
