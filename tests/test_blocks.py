@@ -353,6 +353,36 @@ class Deepens(Encoder):
         return super().call(i, block, hidden, mask, shared)
 
 
+class Recurrent(models.Module):
+    """Layers whose states have the batch second, and aren't used."""
+
+    kind: Any = nn.GRU
+
+    def build(self) -> None:
+        width = models.WIDTH
+        self.blocks = nn.ModuleList(self.kind(width, width, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.unsqueeze(1)
+        for layer in self.blocks:
+            h, _ = layer(h)
+        return h[:, 0]
+
+
+class LongShort(Recurrent):
+    kind = nn.LSTM
+
+
+class ReadsLast(Recurrent):
+    """Reads the last one's state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.unsqueeze(1)
+        for layer in self.blocks:
+            h, state = layer(h)
+        return h[:, 0] + state[0]
+
+
 class Evaluates(Encoder):
     """Runs blocks in evaluation mode, and sets them back."""
 
@@ -423,6 +453,27 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
 def test_what_cannot_work_is_refused(kind: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(pipelined, 2, kind, 2, "params")
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+@pytest.mark.parametrize("kind", ["Recurrent", "LongShort"])
+def test_states_that_nobody_uses_need_no_batch_first(kind: str, step: str) -> None:
+    torch.manual_seed(2)
+    expected = train(globals()[kind](), max_steps=5)
+    for stages in (1, 2):
+        found = run_ranks(recurrent, stages, kind, stages, step)[0]
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+
+
+def recurrent(kind: str, stages: int, step: Any) -> Any:
+    torch.manual_seed(2)
+    strategy = GPipeStrategy(3, step=step)
+    return train(globals()[kind](), max_steps=5, devices=stages, strategy=strategy)
+
+
+def test_a_state_with_the_batch_elsewhere_is_refused_where_it_is_used() -> None:
+    with pytest.raises(RankError, match="such as the state of an LSTM"):
+        run_ranks(recurrent, 2, "ReadsLast", 2, "mini-batch")
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.loop import Loop
@@ -139,6 +140,7 @@ class _Listener:
         self._loop: Loop | None = None
         self._beside: int | None = None  # how many elements a block returns behind the first
         self._as_tuple = False
+        self._unsplit = frozenset[int]()
         self._places: dict[int, list[Place]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,9 +163,10 @@ class _Listener:
             if self._beside is None and blocks.as_tuple is not False:
                 first = next(iter(blocks._modules.values()))
                 with self._as_written(first):
-                    count = _length_of_tuple(first, args, kwargs)
-                self._beside = max(count - 1, 0)
-                self._as_tuple = count > 0
+                    returned = _returned(first, args, kwargs)
+                self._beside = max(len(returned) - 1, 0)
+                self._as_tuple = len(returned) > 0
+                self._unsplit = _unsplit(returned)
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
@@ -175,8 +178,8 @@ class _Listener:
             is_tuple = self._as_tuple if blocks.as_tuple is None else blocks.as_tuple
             return (promise, *beside) if is_tuple else promise
         self._loop = None
-        value, program = loop.end()
-        return self._run(value, program.run)
+        value, program = loop.end(self._unsplit)
+        return program.without(self._run(value, program.run), Unknown())
 
     def _places_of(self, index: int, block: nn.Module | None) -> list[Place]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -190,16 +193,29 @@ def _nobody() -> None:
     return None
 
 
-def _length_of_tuple(block: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> int:
-    """Elements of the tuple that a block returns; 0: none, or it can't run without data."""
+def _returned(block: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+    """The tuple that a block returns; an empty one: it returns none, or can't run without data."""
     if block is None:
-        return 0
+        return ()
     try:
         with torch._C.DisableTorchFunction():
             returned = run_on_meta(block, *args, **kwargs)
     except (UntraceableLayer, TypeError):
-        return 0
-    return len(returned) if isinstance(returned, tuple) else 0
+        return ()
+    return returned if isinstance(returned, tuple) else ()
+
+
+def _unsplit(returned: tuple[Any, ...]) -> frozenset[int]:
+    """Which elements of a tuple have the batch in another dimension, as a recurrent state has."""
+    if not returned or not isinstance(returned[0], Tensor) or not returned[0].dim():
+        return frozenset()
+    n = len(returned[0])
+    tensors = [[t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in returned]
+    return frozenset(
+        i
+        for i, found in enumerate(tensors)
+        if any(t.dim() > 1 and len(t) != n and n in t.shape[1:] for t in found)
+    )
 
 
 def _refuse_capturing() -> None:

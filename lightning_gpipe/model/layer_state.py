@@ -141,8 +141,9 @@ class _Walk:
             self._seen.add(id(part))
             self._add(inner or type(part).__name__, part)
             kinds = [kind for kind in type(part).__mro__ if not _is_others(kind)]
-            attributes = [(k, v) for k, v in vars(part).items() if k not in OF_MODULES]
-            self._left += [(f"{inner}.{k}" if inner else k, v) for k, v in attributes]
+            if kinds:  # else PyTorch's own
+                attributes = [(k, v) for k, v in vars(part).items() if k not in OF_MODULES]
+                self._left += [(f"{inner}.{k}" if inner else k, v) for k, v in attributes]
             for kind in filterfalse(_is_installed, kinds):
                 self._look_at_class(kind.__name__, kind)
 

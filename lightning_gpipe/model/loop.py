@@ -56,24 +56,28 @@ class LoopProgram:
     Args:
         calls: A call per block.
         reads: What the model's loop read of the hidden state: its shape, its type.
+        unsplit: Which elements of the last block's tuple can't be put together from micro-batches.
         text: The program as text; travels with the values, since all stages must run the same.
     """
 
     calls: tuple[BlockCall, ...]
     reads: tuple[str, ...]
+    unsplit: frozenset[int]
     text: str
 
     @classmethod
-    def of(cls, calls: tuple[BlockCall, ...], reads: tuple[str, ...]) -> LoopProgram:
+    def of(
+        cls, calls: tuple[BlockCall, ...], reads: tuple[str, ...], unsplit: frozenset[int]
+    ) -> LoopProgram:
         """The program of the calls that were noted."""
-        return cls(calls, reads, _written(calls, reads))
+        return cls(calls, reads, unsplit, _written(calls, reads, sorted(unsplit)))
 
     @classmethod
     @lru_cache(maxsize=256)
     def read(cls, text: str) -> LoopProgram:
         """The program that a text says."""
-        calls, reads = pickle.loads(base64.b64decode(text))
-        return cls(calls, reads, text)
+        calls, reads, unsplit = pickle.loads(base64.b64decode(text))
+        return cls(calls, reads, frozenset(unsplit), text)
 
     def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
         """Run one block.
@@ -97,9 +101,15 @@ class LoopProgram:
         args, kwargs = self.calls[index].arguments(hidden, tensors)
         output = block(*args, **kwargs)
         if index == len(self.calls) - 1:
-            return output
+            return self.without(output, None)
         self._check(index, hidden, output[0] if isinstance(output, tuple) else output)
         return output, tensors, text
+
+    def without(self, output: Any, instead: Any) -> Any:
+        """The last block's output with something instead of what can't be put together."""
+        if not self.unsplit or not isinstance(output, tuple):
+            return output
+        return tuple(instead if i in self.unsplit else one for i, one in enumerate(output))
 
     def _check(self, index: int, hidden: Tensor, output: Tensor) -> None:
         """Refuse a hidden state that is other than the model's loop was told."""
@@ -131,12 +141,12 @@ def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:
     return LoopProgram.read(value[2]).run(index, block, value)
 
 
-def _written(calls: tuple[BlockCall, ...], reads: tuple[str, ...]) -> str:
+def _written(*program: Any) -> str:
     """A program as text, the same for programs that are the same."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
     pickler.fast = True  # the same whether or not two equal parts are one object
-    pickler.dump((calls, reads))
+    pickler.dump(program)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -210,8 +220,11 @@ class Loop:
         self.promise = promise = Promise.of(self.hidden, self.reads)
         return promise
 
-    def end(self) -> tuple[Any, LoopProgram]:
+    def end(self, unsplit: frozenset[int]) -> tuple[Any, LoopProgram]:
         """The value of the first block, and what to do with it.
+
+        Args:
+            unsplit: See :class:`LoopProgram`.
 
         Raises:
             RuntimeError: If a block would meet something else than when it was called.
@@ -233,7 +246,7 @@ class Loop:
                     f" than when the last block was called, and {_LATER} Don't change it in the"
                     " loop after the block's call, or give it to the block as an argument."
                 )
-        program = LoopProgram.of(tuple(self.calls), tuple(sorted(self.reads)))
+        program = LoopProgram.of(tuple(self.calls), tuple(sorted(self.reads)), unsplit)
         return (self.hidden, self.tensors, program.text), program
 
     def _entry(self, leaf: Any, index: int) -> Entry:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 CONTAINERS = (list, dict, set, deque)
 #: Elements of a tensor or array, and entries of a container, up to which they are compared.
 FEW = 1 << 12
-OF_MODULES = frozenset(vars(nn.Module()))
+#: Attributes that modules have by themselves; of recurrent ones weak references to weights, too,
+#: which must be free to go when these are moved.
+OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
 NOTHING = object()
 _PLAIN = frozenset({int, float, complex, bool, str, bytes})
 #: What stands in a place, by name, key or number.
