@@ -131,6 +131,14 @@ def test_a_mean_over_different_numbers_is_told(name: str) -> None:
     assert told(COUNTED[name]) == ""
 
 
+def test_a_mean_by_weights_is_told() -> None:
+    def weighted(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        weights = x.detach()[:, 0].abs()
+        return (each(x, y) * weights).sum() / weights.sum()
+
+    assert "or over different weights" in told(weighted)
+
+
 def test_weights_mend_it() -> None:
     def weighted(module: L.LightningModule, x: Tensor, y: Tensor) -> Any:
         loss = COUNTED["written out"](module, x, y)

@@ -72,9 +72,10 @@ class Reductions:
         elif _differ(counts, running.sizes):
             warnings.warn(
                 "The loss is a mean over different numbers of elements in different micro-batches,"
-                " such as tokens that aren't padding, and each micro-batch counts by its samples."
-                ' Return {"loss": loss, "weight": the number of elements} from the step, so that'
-                " the mini-batch's loss is the mean over all of them.",
+                " such as tokens that aren't padding, or over different weights, and each"
+                ' micro-batch counts by its samples. Return {"loss": loss, "weight": the number of'
+                " elements, or the sum of their weights} from the step, so that the mini-batch's"
+                " loss is the mean over all of them.",
                 stacklevel=2,
             )
 
@@ -105,7 +106,10 @@ def _reductions(
         elif name.startswith("SumBackward"):
             found.append((node, _sums_samples(node, samples)))
         elif name.startswith("Div"):
-            if (divisor := _factor(node)).is_integer():
+            divisor, divided = _factor(node), node.next_functions[0][0]
+            is_sum = divided is not None and divided.name().startswith("SumBackward")
+            by_weights = is_sum and _sums_samples(divided, samples) and math.isfinite(divisor)
+            if by_weights or divisor.is_integer():
                 count(divisor)
         elif name.startswith(_THROUGH) and not _is_share(name, node, samples):
             for following, _ in node.next_functions:
