@@ -414,6 +414,61 @@ class Sharing(models.Module):
         self.loss(*batch)
 
 
+class Mixing(Part):
+    """Mixes by a share that the step sets."""
+
+    share = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 - self.share) * x + self.share * super().forward(x)
+
+
+class SetsShare(Sharing):
+    """Sets it for each micro-batch, or for each mini-batch, in the step or in a hook before."""
+
+    kind = Mixing
+    how = ""
+
+    def set(self, share: float) -> None:
+        for layer in self.backbone:
+            layer.share = share  # type: ignore[assignment]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.how == "hook":
+            self.set(1 / (2 + self.global_step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "micro-batch":
+            self.set(float(batch[0].mean()))
+        elif self.how == "mini-batch":
+            self.set(1 / (2 + self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+def set_share(stages: int, virtual_stages: int, how: str) -> Any:
+    torch.manual_seed(0)
+    module = SetsShare()
+    module.how = how
+    options: Any = {"step": "micro-batch", "virtual_stages": virtual_stages}
+    strategy = GPipeStrategy(4, balance="params", **options)
+    return train(module, max_steps=3, devices=stages, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("virtual_stages", "how"), [(1, "micro-batch"), (1, "mini-batch"), (2, "hook")]
+)
+def test_what_the_step_sets_in_layers(virtual_stages: int, how: str) -> None:
+    found = run_ranks(set_share, 2, 2, virtual_stages, how)[0]
+    expected = run_ranks(set_share, 1, 1, 1, how)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["micro-batch", "mini-batch"])
+def test_what_virtual_stages_would_read_too_early_or_too_late_is_refused(how: str) -> None:
+    with pytest.raises(RankError, match=r"The step sets Mixing .* layer . .* virtual_stages=1"):
+        run_ranks(set_share, 2, 2, 2, how, timeout_s=30)
+
+
 def sharing(kind: Any) -> L.LightningModule:
     return type("Own", (Sharing,), {"kind": staticmethod(kind)})()
 

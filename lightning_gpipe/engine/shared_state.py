@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.model.layer_state import is_own, shared_places
+from lightning_gpipe.model.layer_state import is_own, places_of, shared_places
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.model.places import Place, has_changed
+from lightning_gpipe.model.places import Contents, Place, has_changed
 
 _ALWAYS = 16  # forwards, and calls of the backbone, up to which all are looked at
 
@@ -44,10 +44,15 @@ class SharedState:
     ) -> None:
         self._layers, self._places, self._groups = layers, places, groups
         self._parts = [{parts[i] for i in place.layers} if place else set() for place in places]
-        #: the layers behind whose stage a place had changed
-        self._forwards = dict.fromkeys(own, 0)
-        self._changed: list[set[int]] = [set() for _ in places]
+        self._forwards = dict.fromkeys(own, 0)  # of each virtual stage of this rank
+        self._changed: list[set[int]] = [set() for _ in places]  # which of them have changed what
         self._calls = 0
+        # where a rank has several virtual stages, what layers can read that run outside their step
+        apart = [] if len(own) == 1 else own if groups.stage else own[1:]
+        outside = [i for i, part in enumerate(parts) if part in apart]
+        found = {(id(p.value), p.key): (i, p) for i in outside for p in places_of(layers[i])}
+        self._outside = [*found.values()]
+        self._met: list[Contents] | None = None  # there, at the last forward of this mini-batch
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], partition: Partition, groups: Groups) -> SharedState:
@@ -66,6 +71,13 @@ class SharedState:
             part: The virtual stage whose layers run.
         """
         self._forwards[part] += 1
+        with self._watched(part):
+            yield
+        if self._outside:
+            self._met = self._meets()
+
+    @contextmanager
+    def _watched(self, part: int) -> Iterator[None]:
         if not self._places or not _is_looked_at(self._forwards[part]):
             yield
             return
@@ -80,13 +92,35 @@ class SharedState:
             if place and old is not None and has_changed(old, place.contents()):
                 changed.add(part)
 
+    def step_calls(self) -> None:
+        """Look at what a step that runs once per micro-batch has set, when it calls the backbone.
+
+        Raises:
+            RuntimeError: If it has set something that layers read which don't run then.
+        """
+        if not self._outside:
+            return
+        before, self._met = self._met, self._meets()
+        for (index, place), old, now in zip(self._outside, before or (), self._met, strict=False):
+            if has_changed(old, now):
+                raise RuntimeError(
+                    f"The step sets {place.name} (of type {place.kind}), and layer {index}"
+                    f" ({type(self._layers[index]).__name__}) of the backbone, which may read it,"
+                    " runs before or after the step where a stage has several virtual ones: set it"
+                    " in on_train_batch_start, give it to the backbone as an input, or use"
+                    " virtual_stages=1."
+                )
+
+    def _meets(self) -> list[Contents]:
+        return [place.contents(buffers=False) for _, place in self._outside]
+
     def check(self) -> None:
         """Compare what stages have changed, after a call of the backbone. Collective, at times.
 
         Raises:
             RuntimeError: If some stages have changed what others share, and didn't change.
         """
-        self._calls += 1
+        self._calls, self._met = self._calls + 1, None
         if not self._places or not _is_looked_at(self._calls):
             return
         own = [part for part, forwards in self._forwards.items() if forwards]

@@ -67,10 +67,14 @@ class Place:
             return {k: v for k, v in [*vars(value).items()] if k not in OF_MODULES}
         return {**_slots_of(value), **(attributes_of(value) or {})}
 
-    def contents(self) -> Contents:
-        """What stands there, to compare."""
+    def contents(self, buffers: bool = True) -> Contents:
+        """What stands there, to compare.
+
+        Args:
+            buffers: Whether a module's are among it.
+        """
         found = self.entries()
-        if isinstance(self.value, nn.Module):
+        if buffers and isinstance(self.value, nn.Module):
             found |= {("buffer", name): buffer for name, buffer in self.value._buffers.items()}
         return {name: (value, _mark(value)) for name, value in found.items()}
 

@@ -261,6 +261,7 @@ class PipelinedModule:
                 raise Reached(input, context)
             pipeline = self._cut(input, context)
         if pipeline.steps is not None and pipeline.steps.is_running:
+            pipeline.shared_state.step_calls()
             return pipeline.steps.call(input, run_layer)
         return pipeline.forward(input, run_layer)
 
