@@ -73,7 +73,7 @@ class SharedState:
         self._forwards[part] += 1
         with self._watched(part):
             yield
-        if self._outside:
+        if self._outside and _is_looked_at(self._calls + 1):
             self._met = self._meets()
 
     @contextmanager
@@ -98,7 +98,7 @@ class SharedState:
         Raises:
             RuntimeError: If it has set something that layers read which don't run then.
         """
-        if not self._outside:
+        if not (self._outside and _is_looked_at(self._calls + 1)):
             return
         before, self._met = self._met, self._meets()
         for (index, place), old, now in zip(self._outside, before or (), self._met, strict=False):
