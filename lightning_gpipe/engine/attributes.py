@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor, nn
@@ -35,15 +36,30 @@ class _State(NamedTuple):
 
     Args:
         values: What can be put back, by name, with tensors in memory of their own.
-        names: Of all that stood there.
+        names: Of all that stood there; None: nothing is put back.
+        is_fixed: Whether no value can change by itself.
     """
 
     values: Entries
-    names: frozenset[Any]
+    names: frozenset[Any] | None
+    is_fixed: bool
+
+    def is_now(self, entries: Entries) -> bool:
+        """Whether the same stands there still."""
+        if not self.is_fixed or self.names is None or len(entries) != len(self.names):
+            return False
+        for name, value in entries.items():
+            if name in self.values:
+                if self.values[name] is not value:
+                    return False
+            elif name not in self.names or _is_state(value):
+                return False
+        return True
 
 
 #: The state of each place.
 States: TypeAlias = list[_State]
+_LEFT = _State({}, None, False)
 
 
 class LayerAttributes:
@@ -58,22 +74,14 @@ class LayerAttributes:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         places = {(id(p.value), p.key): p for layer in layers for p in places_of(layer)}
         self._places = [place for place in places.values() if _can_be_put_back(place)]
+        self._last: States = [_LEFT for _ in self._places]
 
     def met(self) -> States:
         """What layers keep now, in memory of its own."""
         copies: dict[int, Any] = {}
-        found = []
-        for place in self._places:
-            entries = place.entries()
-            values = {name: v for name, v in entries.items() if _is_state(v)}
-            if isinstance(place.value, CONTAINERS) and place.key is None:
-                is_whole = len(values) == len(entries) <= FEW
-                values = values if is_whole else {}
-                if not is_whole:
-                    found.append(_State({}, _LEFT))
-                    continue
-            found.append(_State(_own(values, copies), frozenset(entries)))
-        return found
+        pairs = zip(self._places, self._last, strict=True)
+        self._last = [_state_of(place, last, copies) for place, last in pairs]
+        return self._last
 
     @contextmanager
     def restored(self, met: States) -> Iterator[None]:
@@ -82,21 +90,37 @@ class LayerAttributes:
         Args:
             met: What :meth:`met` gave before it; it stays as it is.
         """
-        before = [place.entries() for place in self._places]
+        before = []
         copies: dict[int, Any] = {}
-        for place, state, entries in zip(self._places, met, before, strict=True):
-            if state.names is not _LEFT:
+        for place, state in zip(self._places, met, strict=True):
+            if state.names is None or place.is_large:
+                continue
+            entries = place.entries()
+            before.append((place, entries))
+            if not state.is_now(entries):
                 later = {n for n, v in entries.items() if n not in state.names and _is_state(v)}
                 left = {name: v for name, v in entries.items() if name not in later}
                 place.put_back(left | _own(state.values, copies))
         try:
             yield
         finally:
-            for place, entries in zip(self._places, before, strict=True):
+            for place, entries in before:
                 place.put_back(entries)
 
 
-_LEFT: frozenset[Any] = frozenset({"left as it is"})
+def _state_of(place: Place, last: _State, copies: dict[int, Any]) -> _State:
+    """What stands in a place now; the last state, if that is the same."""
+    if place.is_large:
+        return _LEFT
+    entries = place.entries()
+    if last.is_now(entries):
+        return last
+    values = {name: value for name, value in entries.items() if _is_state(value)}
+    is_container = place.key is None and isinstance(place.value, CONTAINERS)
+    if is_container and len(values) < len(entries):
+        return _LEFT
+    is_fixed = not any(issubclass(type(v), (Tensor, np.ndarray)) for v in values.values())
+    return _State(_own(values, copies), frozenset(entries), is_fixed)
 
 
 def _can_be_put_back(place: Place) -> bool:
@@ -113,11 +137,22 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return has_values(value)
-    if type(value) in (tuple, frozenset):
-        return len(value) <= FEW and all(isinstance(one, _PLAIN) for one in value)
-    return value is NOTHING or isinstance(value, _PLAIN)
+    kind = type(value)  # a proxy claims to be of another class, or fails to tell
+    if _is_plain(kind) or value is NOTHING:
+        return True
+    if kind in (tuple, frozenset):
+        return len(value) <= FEW and all(_is_plain(type(one)) for one in value)
+    return issubclass(kind, (Tensor, np.ndarray)) and has_values(value)
+
+
+def _is_plain(kind: Any) -> bool:
+    found = _known.get(kind)
+    if found is None:  # an abstract class takes long to tell
+        found = _known[kind] = issubclass(kind, _PLAIN)
+    return found
+
+
+_known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def _own(values: Entries, copies: dict[int, Any]) -> Entries:
@@ -129,7 +164,7 @@ def _own(values: Entries, copies: dict[int, Any]) -> Entries:
     """
     found = dict(values)
     for name, value in values.items():
-        if isinstance(value, (Tensor, np.ndarray)):
+        if issubclass(type(value), (Tensor, np.ndarray)):
             if id(value) not in copies:
                 copies[id(value)] = own_copy(value)
             found[name] = copies[id(value)]

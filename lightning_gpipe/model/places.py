@@ -48,6 +48,12 @@ class Place:
         value = self.value if self.key is None else self.entries()[self.key]
         return "nothing" if value is NOTHING else type(value).__name__
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a container of too many entries to look at each."""
+        is_container = self.key is None and isinstance(self.value, CONTAINERS)
+        return is_container and base_of(self.value).__len__(self.value) > FEW
+
     def entries(self) -> Entries:
         """What stands there now."""
         value = self.value
@@ -73,7 +79,7 @@ class Place:
         Args:
             buffers: Whether a module's are among it.
         """
-        found = self.entries()
+        found = {"": len(self.value)} if self.is_large else self.entries()
         if buffers and isinstance(self.value, nn.Module):
             found |= {("buffer", name): buffer for name, buffer in self.value._buffers.items()}
         return {name: (value, _mark(value)) for name, value in found.items()}
@@ -92,8 +98,8 @@ class Place:
                 base.extend(value, before.values())
             return
         for name in dict.fromkeys([*before, *now]):
-            old = before.get(name, NOTHING)
-            if now.get(name, NOTHING) is not old:
+            old, new = before.get(name, NOTHING), now.get(name, NOTHING)
+            if new is not old and not issubclass(type(new), ModuleType):  # imported meanwhile
                 self._set(name, old)
 
     def keep(self) -> Callable[[], None]:
@@ -146,7 +152,7 @@ def has_changed(before: Contents, now: Contents) -> bool:
 
 def has_values(value: Any) -> bool:
     """Whether a tensor or an array is small, has values and isn't trained."""
-    if isinstance(value, np.ndarray):
+    if issubclass(type(value), np.ndarray):
         return value.size <= FEW and not value.dtype.hasobject
     is_plain = type(value) is Tensor and not value.requires_grad and not value.is_meta
     return is_plain and not value.is_inference() and value.numel() <= FEW
@@ -205,9 +211,10 @@ def _bound(source: Any, name: str) -> Any:
 
 
 def _mark(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    kind = type(value)  # a proxy claims to be of another class, or fails to tell
+    if issubclass(kind, np.ndarray):
         return value.tobytes() if has_values(value) else None
-    if not issubclass(type(value), Tensor) or value.is_inference():
+    if not issubclass(kind, Tensor) or value.is_inference():
         return None
     with torch._C.DisableTorchFunctionSubclass():
         return value._version
