@@ -150,6 +150,20 @@ def test_the_first_micro_batch_is_measured() -> None:
     assert any(how == (False, True, True) for samples, _, how, _ in TOLD if samples == 3)
 
 
+counts = {"calls": 0}
+
+
+class CountsGlobally(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        counts["calls"] += 1
+        return super().forward(input)
+
+
+def test_measuring_leaves_no_trace_in_globals() -> None:
+    costs([CountsGlobally(WIDTH, WIDTH)])
+    assert counts == {"calls": 0}
+
+
 class Traces(nn.Module):
     """Leaves traces in every way that a layer can."""
 
