@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.model.layer_state import is_own, places_of, shared_places
+from lightning_gpipe.model.layer_state import is_held, is_own, places_of, shared_places
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.places import Contents, Place, has_changed
 
@@ -50,7 +50,7 @@ class SharedState:
         # where a rank has several virtual stages, what layers can read that run outside their step
         apart = [] if len(own) == 1 else own if groups.stage else own[1:]
         outside = [i for i, part in enumerate(parts) if part in apart]
-        found = {(id(p.value), p.key): (i, p) for i in outside for p in places_of(layers[i])}
+        found = {id(p.value): (i, p) for i in outside for p in places_of(layers[i]) if is_held(p)}
         self._outside = [*found.values()]
         self._met: list[Contents] | None = None  # there, at the last forward of this mini-batch
 
@@ -85,7 +85,7 @@ class SharedState:
         before = [place.contents() if place and part in users else None for place, users in pairs]
         try:
             yield
-        except Exception as error:
+        except (AttributeError, LookupError, TypeError) as error:
             self._explain(error, part)
             raise
         for place, old, changed in zip(self._places, before, self._changed, strict=True):

@@ -79,6 +79,14 @@ def is_own(place: Place) -> bool:
     return not (is_inside or issubclass(kind, (type, ModuleType)) or _is_installed(kind))
 
 
+def is_held(place: Place) -> bool:
+    """Whether a place is an object, a container or a module, of no library: no class or global."""
+    kind = type(place.value)
+    if place.key is not None or issubclass(kind, (type, ModuleType)):
+        return False
+    return issubclass(kind, nn.Module) or not _is_installed(kind)
+
+
 @contextmanager
 def layer_state_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers leave no trace in what they can change, inside the outermost such context.

@@ -66,7 +66,8 @@ def couples_parameters(optimizer: Optimizer) -> bool:
     if group is None:
         return False
     shape = (2,) * max(1, min(group["params"][0].dim(), 4))
-    values = torch.linspace(0.5, 1.5, 2 ** len(shape), dtype=torch.float64).reshape(shape)
+    values = torch.linspace(0.5, 1.5, 2 ** len(shape), dtype=torch.float64, device="cpu")
+    values = values.reshape(shape)
     ends = []
     try:
         with warnings.catch_warnings(), preserved(values.device), torch.no_grad():
