@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 from tests.in_process import InProcess, as_written, trained
 
 WIDTH, LARGE = 4, 5000
@@ -274,3 +274,16 @@ def test_a_recompute_leaves_no_trace(kind: str) -> None:
         state = {"calls", "last", "temperature", "made", "table"} & vars(layer).keys()
         left.append({name: str(vars(layer)[name]) for name in state})
     assert left[0] == left[1]
+
+
+def grows(layer: Any) -> float:
+    layer.state.extend([0] * 3000)
+    return 0.0
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_list_that_grows_large_is_left_as_it_is(mode: Checkpoint) -> None:
+    """Between the forward and the recompute it became too large to look at."""
+    layer = Counting([], grows).double()
+    InProcess(nn.Sequential(layer), (1,), 4, mode).step(inputs()[0])
+    assert len(layer.state) >= 4 * 3000

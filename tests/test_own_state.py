@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.model import own_state
 from lightning_gpipe.model.on_meta import Pretended, to_meta_leaf
+from lightning_gpipe.model.places import Place
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.cost import layer_flops
 from lightning_gpipe.plan.memory import layer_memories
@@ -136,6 +137,14 @@ def test_nothing_is_counted_anywhere(name: str) -> None:
     layer: Any = layers[0]
     found = layer.namespace.calls, layer.array[0], layer.object.tensor[0], layer.slotted.calls
     assert (*found, CountsAnywhere.calls, calls) == (0,) * 6
+
+
+def test_what_is_imported_meanwhile_stays() -> None:
+    package = ModuleType("package")
+    put_back = Place("package", package).keep()
+    package.inner, package.calls = ModuleType("package.inner"), 1  # type: ignore[attr-defined]
+    put_back()
+    assert {"inner", "calls"} & vars(package).keys() == {"inner"}
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -508,6 +508,20 @@ def test_what_does_no_harm_trains_as_on_one_stage(kind: Any, step: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def run_virtual(kind: Any, stages: int, virtual_stages: int) -> Any:
+    torch.manual_seed(0)
+    options: Any = {"step": "micro-batch", "virtual_stages": virtual_stages}
+    strategy = GPipeStrategy(2, balance="params", **options)
+    return train(sharing(kind), max_steps=3, devices=stages, strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", [Table, GlobalTable, ClassTable, closure_table])
+def test_a_table_that_a_rank_makes_serves_all_its_virtual_stages(kind: Any) -> None:
+    expected = run_ranks(run_virtual, 1, kind, 1, 1)[0]
+    found = run_ranks(run_virtual, 2, kind, 2, 2)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", [*REFUSED, *HARMLESS, function_layers])
 def test_the_places_are_found(kind: Any) -> None:
     """Those that layers of several stages have, of whatever kind; one that changes is noticed."""

@@ -126,8 +126,8 @@ class SharedState:
         own = [part for part, forwards in self._forwards.items() if forwards]
         flags = torch.zeros(2, len(self._places), dtype=torch.uint8, device="cpu")
         for index, (users, changed) in enumerate(zip(self._parts, self._changed, strict=True)):
-            flags[0, index] = bool(changed)
-            flags[1, index] = any(part in users and part not in changed for part in own)
+            flags[0, index] = bool(changed)  # a table that one makes those of the rank have
+            flags[1, index] = not changed and not users.isdisjoint(own)
         both = self._groups.pipeline.reduce_in_host(flags, dist.ReduceOp.MAX).all(0).tolist()
         if any(both):
             raise RuntimeError(self._problem(both.index(True)))
