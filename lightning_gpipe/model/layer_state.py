@@ -80,9 +80,13 @@ def is_own(place: Place) -> bool:
 
 
 def is_held(place: Place) -> bool:
-    """Whether a place is an object, a container or a module, of no library: no class or global."""
+    """Whether a place is a module or one of the user's objects.
+
+    Others, such as the dicts of a profiler, may change with a backward.
+    """
     kind = type(place.value)
-    if place.key is not None or issubclass(kind, (type, ModuleType)):
+    others = (type, ModuleType, Tensor, np.ndarray, *CONTAINERS)
+    if place.key is not None or issubclass(kind, others):
         return False
     return issubclass(kind, nn.Module) or not _is_installed(kind)
 
