@@ -45,7 +45,7 @@ class SharedState:
         self._layers, self._places, self._groups = layers, places, groups
         self._parts = [{parts[i] for i in place.layers} if place else set() for place in places]
         self._forwards = dict.fromkeys(own, 0)  # of each virtual stage of this rank
-        self._changed: list[set[int]] = [set() for _ in places]  # which of them have changed what
+        self._changed = set[int]()  # the places that any of them has changed
         self._calls = 0
         # where a rank has several virtual stages, what layers can read that run outside their step
         apart = [] if len(own) == 1 else own if groups.stage else own[1:]
@@ -88,9 +88,9 @@ class SharedState:
         except (AttributeError, LookupError, TypeError) as error:
             self._explain(error, part)
             raise
-        for place, old, changed in zip(self._places, before, self._changed, strict=True):
+        for index, (place, old) in enumerate(zip(self._places, before, strict=True)):
             if place and old is not None and has_changed(old, place.contents()):
-                changed.add(part)
+                self._changed.add(index)
 
     def step_calls(self) -> None:
         """Look at what a step that runs once per micro-batch has set, when it calls the backbone.
@@ -125,9 +125,9 @@ class SharedState:
             return
         own = [part for part, forwards in self._forwards.items() if forwards]
         flags = torch.zeros(2, len(self._places), dtype=torch.uint8, device="cpu")
-        for index, (users, changed) in enumerate(zip(self._parts, self._changed, strict=True)):
-            flags[0, index] = bool(changed)  # a table that one makes those of the rank have
-            flags[1, index] = not changed and not users.isdisjoint(own)
+        for index, users in enumerate(self._parts):  # a table that one makes those of a rank have
+            flags[0, index] = index in self._changed
+            flags[1, index] = index not in self._changed and not users.isdisjoint(own)
         both = self._groups.pipeline.reduce_in_host(flags, dist.ReduceOp.MAX).all(0).tolist()
         if any(both):
             raise RuntimeError(self._problem(both.index(True)))
