@@ -65,6 +65,34 @@ class Circular(HookedFirst):
         circle["circle"] = circle
 
 
+class Gated(nn.Linear):
+    """Keeps a part of the loss, as mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.balance = output.square().mean()
+        return output
+
+
+class Balanced(models.Module):
+    """Adds what the layers keep to the loss."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(*(Gated(WIDTH, WIDTH) for _ in range(6)))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + sum(0.1 * layer.balance for layer in self.backbone)
+
+
+class BalancedLater(Balanced):
+    """The layers say that they will keep one."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.backbone:
+            layer.balance = None
+
+
 class Logged(Hooked):
     """Uses it without a graph; the loss doesn't depend on it."""
 
@@ -139,6 +167,8 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
     ("kind", "stages", "problem"),
     [
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
+        (Balanced, 2, "AttributeError: .*Layers leave 'balance' on the stage where they run"),
+        (BalancedLater, 2, "TypeError: .*Layers leave 'balance' on the stage where they run"),
         (InputGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (InputGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
@@ -159,6 +189,10 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
         *(
             (kind, 2, "'add' takes values of another stage and what a layer or a hook has kept")
             for kind in (HookedFirst, Adding, Later, Circular)
+        ),
+        *(
+            (kind, 2, "Layers leave 'balance' on the stage|what a layer or a hook has kept")
+            for kind in (Balanced, BalancedLater)
         ),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
     ],

@@ -20,7 +20,7 @@ from lightning_gpipe.model.layer_state import is_held, is_own, places_of, shared
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.places import Contents, Place, has_changed
 
-_ALWAYS = 16  # forwards, and calls of the backbone, up to which all are looked at
+_ALWAYS = 16  # forwards, and calls of the backbone by a step, up to which all are looked at
 
 
 class SharedState:
@@ -121,7 +121,7 @@ class SharedState:
             RuntimeError: If some stages have changed what others share, and didn't change.
         """
         self._calls, self._met = self._calls + 1, None
-        if not self._places or not _is_looked_at(self._calls):
+        if not self._places or not _is_power_of_two(self._calls):  # all stages wait for each other
             return
         own = [part for part, forwards in self._forwards.items() if forwards]
         flags = torch.zeros(2, len(self._places), dtype=torch.uint8, device="cpu")
@@ -162,4 +162,8 @@ _REMEDY = (
 
 def _is_looked_at(number: int) -> bool:
     """The first ones, and then less and less often."""
-    return number <= _ALWAYS or number & (number - 1) == 0
+    return number <= _ALWAYS or _is_power_of_two(number)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -23,6 +23,7 @@ from lightning_gpipe.engine.autograd import Behind
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
+from lightning_gpipe.model.kept_elsewhere import explained
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.pipeline.pipeline import Parts, Surroundings
@@ -230,7 +231,8 @@ class Run:
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._guarded(), self._trial.shared():
             self._world.generators.share()
-            result = step(*args, **kwargs)
+            with explained(self._trainer.lightning_module):
+                result = step(*args, **kwargs)
         return result
 
     @contextmanager

@@ -1,0 +1,47 @@
+"""Explains errors of a step that looks for what layers of other stages keep of their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_gpipe.model.elsewhere import is_elsewhere
+
+
+@contextmanager
+def explained(module: nn.Module) -> Iterator[None]:
+    """Add to an error inside this context what the step may have looked for in vain.
+
+    Args:
+        module: The user's, of which other stages hold layers.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        name = _missing(module, str(error))
+        if name is not None and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"Layers leave '{name}' on the stage where they run, and those of other stages have"
+                " none here. Return it with the backbone's output, shape [batch, ...], and let the"
+                " step use that."
+            )
+        raise
+
+
+def _missing(module: nn.Module, message: str) -> str | None:
+    """An attribute in which modules of this stage alone keep a tensor, if an error may be of it."""
+    kept, apart = dict[tuple[type, str], None](), list[nn.Module]()
+    for part in module.modules():
+        if any(map(is_elsewhere, part.parameters())):
+            apart.append(part)
+        else:
+            names = (name for name, value in vars(part).items() if isinstance(value, Tensor))
+            kept |= {(type(part), name): None for name in names}
+    for kind, name in kept:
+        values = [vars(part).get(name, ...) for part in apart if type(part) is kind]
+        is_absent = f"'{name}'" in message and any(value is ... for value in values)
+        if is_absent or ("NoneType" in message and any(value is None for value in values)):
+            return name
+    return None
