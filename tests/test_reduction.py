@@ -102,6 +102,10 @@ MEANS: dict[str, Any] = {
     "of one's own": lambda _, x, y: SumOwn.apply(x) / x.numel(),
     "of one's own sum": lambda _, x, y: SumOwn.apply(x),
     "with a regularization": lambda m, x, y: F.cross_entropy(x, y) + 1e-3 * regularization(m),
+    "with a weight": lambda m, x, y: F.cross_entropy(x, y) * m.net[2].bias.exp().mean() / 2,
+    "with the norm of weights": lambda m, x, y: F.cross_entropy(x, y) + m.net[2].weight.norm(),
+    "expanded": lambda _, x, y: F.cross_entropy(x, y).expand(1).sum(),
+    "of roots": lambda _, x, y: (x.square() + 1).sqrt().mean(),
     "with weights": lambda _, x, y: {"loss": each(x, y).sum(), "weight": len(x)},
 }
 COUNTED: dict[str, Any] = {
@@ -110,6 +114,28 @@ COUNTED: dict[str, Any] = {
         (each(x, y.clamp(min=0)) * (y != PADDING)).sum() / (y != PADDING).sum().clamp(min=1)
     ),
 }
+CURVED: dict[str, tuple[str, Any]] = {
+    "a root": ("sqrt", lambda _, x, y: F.mse_loss(x, F.one_hot(y, CLASSES).float()).sqrt()),
+    "a logarithm of a mean": ("log", lambda _, x, y: 2 * each(x, y).mean().log() + 1),
+    "a norm": ("linalgvectornorm", lambda _, x, y: torch.linalg.vector_norm(x)),
+    "overlaps": (
+        "div",
+        lambda _, x, y: 1 - (x.sigmoid() * F.one_hot(y, CLASSES)).sum() / x.sigmoid().sum(),
+    ),
+    "a product": ("mul", lambda _, x, y: F.cross_entropy(x, y) * x.square().mean()),
+    "a focal loss of a mean": (
+        "mul",
+        lambda _, x, y: (1 - torch.exp(-F.cross_entropy(x, y))) * F.cross_entropy(x, y),
+    ),
+    "a bound": ("clamp", lambda _, x, y: F.cross_entropy(x, y).clamp(min=0.5)),
+}
+
+
+@pytest.mark.parametrize("name", CURVED)
+def test_a_function_of_a_mean_is_told(name: str) -> None:
+    operation, reduce = CURVED[name]
+    assert f"isn't a mean over samples: '{operation}' computes it" in told(reduce)
+    assert told(reduce, step="mini-batch") == ""
 
 
 @pytest.mark.parametrize("name", SUMS)

@@ -15,12 +15,33 @@ from lightning_gpipe.engine.running import Outcome, Running
 
 _SUM = 2  # as losses note their reductions
 #: Operations between scalars through which a sum stays one, by the names of their nodes.
-_THROUGH = ("Add", "Sub", "Neg", "Mul", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone")
+_THROUGH = (
+    *("Add", "Sub", "Rsub", "Neg", "Mul", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone"),
+)
+#: Operations that aren't linear, between scalars or of all samples.
+_CURVED = {
+    *(
+        "Abs",
+        "Acos",
+        "Amax",
+        "Amin",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Cos",
+        "Dist",
+        "Exp",
+        "Expm1",
+    ),
+    *("LinalgVectorNorm", "Log", "Log10", "Log1P", "Log2", "LogSigmoid", "Logsumexp", "Max"),
+    *("Maximum", "Min", "Minimum", "Norm", "Pow", "Prod", "Reciprocal", "Relu", "Rsqrt", "Sigmoid"),
+    *("Softplus", "Sqrt", "Std", "Tanh", "Var"),
+}
 
 
 @dataclass(slots=True)
 class Reductions:
-    """Warns of a loss that is a sum, or a mean over different numbers of elements.
+    """Warns of a loss that is a sum, a mean over different numbers of elements, or made of a mean.
 
     It looks at the graphs of the first mini-batch's losses, so it knows reductions of PyTorch's own
     losses, and sums and quotients that are written out.
@@ -33,6 +54,7 @@ class Reductions:
     root: Tensor
     is_told: bool
     _has_sum: bool = False
+    _curve: str = ""  # the operation that makes the loss of a mean, and isn't linear
     _counts: dict[int, list[float]] = field(default_factory=dict)
 
     def look(self, m: int, samples: int, outcome: Outcome) -> None:
@@ -51,6 +73,8 @@ class Reductions:
             if of_samples and self._is_of_output(node):
                 self._has_sum = True
         self._counts[m] = counts
+        if samples > 1 and not self._curve:
+            self._curve = self._curved(loss.grad_fn)
 
     def warn(self, running: Running) -> None:
         """Warn once, at the end of a mini-batch, where all losses were looked at."""
@@ -69,6 +93,14 @@ class Reductions:
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
+        elif self._curve:
+            warnings.warn(
+                f"The loss isn't a mean over samples: '{self._curve}' computes it of what was"
+                " reduced over them. With step='micro-batch' it becomes the mean of the"
+                f" {len(counts)} micro-batches' losses, which isn't the mini-batch's, and neither"
+                " are the gradients. Use GPipeStrategy(step='mini-batch').",
+                stacklevel=2,
+            )
         elif _differ(counts, running.sizes):
             warnings.warn(
                 "The loss is a mean over different numbers of elements in different micro-batches,"
@@ -78,6 +110,24 @@ class Reductions:
                 " loss is the mean over all of them.",
                 stacklevel=2,
             )
+
+    def _curved(self, node: Any) -> str:
+        """The name of an operation behind a loss that isn't linear in what the output gives it."""
+        left, seen = [node], {node}
+        while left:
+            node = left.pop()
+            name = node.name().partition("Backward")[0]
+            following = [n for n, _ in node.next_functions if n is not None]
+            theirs = [n for n in following if self._is_of_output(n)]
+            is_quotient = name == "Div" and node.next_functions[-1][0] in theirs
+            is_product = name == "Mul" and len(theirs) > 1
+            if theirs and (is_quotient or is_product or name in _CURVED):
+                return str(name.lower())
+            if name.startswith((*_THROUGH, "Div")):
+                fresh = [n for n in theirs if n not in seen and _is_scalar(n)]
+                seen.update(fresh)
+                left += fresh
+        return ""
 
     def _is_of_output(self, node: Any) -> bool:
         behind = Behind.of_nodes([node])
