@@ -105,6 +105,7 @@ MEANS: dict[str, Any] = {
     "with a weight": lambda m, x, y: F.cross_entropy(x, y) * m.net[2].bias.exp().mean() / 2,
     "with the norm of weights": lambda m, x, y: F.cross_entropy(x, y) + m.net[2].weight.norm(),
     "expanded": lambda _, x, y: F.cross_entropy(x, y).expand(1).sum(),
+    "of samples' roots": lambda _, x, y: sum(row.square().mean().sqrt() for row in x) / len(x),
     "of roots": lambda _, x, y: (x.square() + 1).sqrt().mean(),
     "with weights": lambda _, x, y: {"loss": each(x, y).sum(), "weight": len(x)},
 }
@@ -122,6 +123,7 @@ CURVED: dict[str, tuple[str, Any]] = {
         "div",
         lambda _, x, y: 1 - (x.sigmoid() * F.one_hot(y, CLASSES)).sum() / x.sigmoid().sum(),
     ),
+    "a largest one": ("max", lambda _, x, y: each(x, y).max()),
     "a product": ("mul", lambda _, x, y: F.cross_entropy(x, y) * x.square().mean()),
     "a focal loss of a mean": (
         "mul",

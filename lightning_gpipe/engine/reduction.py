@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.engine.autograd import Behind
 from lightning_gpipe.engine.running import Outcome, Running
 
 _SUM = 2  # as losses note their reductions
@@ -68,13 +67,13 @@ class Reductions:
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
             return
-        counts: list[float] = []
+        counts, of_output = list[float](), _made_of(self.root, loss.grad_fn)
         for node, of_samples in _reductions(loss.grad_fn, samples, counts.append):
-            if of_samples and self._is_of_output(node):
+            if of_samples and node in of_output:
                 self._has_sum = True
         self._counts[m] = counts
         if samples > 1 and not self._curve:
-            self._curve = self._curved(loss.grad_fn)
+            self._curve = _curved(loss.grad_fn, samples, of_output)
 
     def warn(self, running: Running) -> None:
         """Warn once, at the end of a mini-batch, where all losses were looked at."""
@@ -111,27 +110,70 @@ class Reductions:
                 stacklevel=2,
             )
 
-    def _curved(self, node: Any) -> str:
-        """The name of an operation behind a loss that isn't linear in what the output gives it."""
-        left, seen = [node], {node}
-        while left:
-            node = left.pop()
-            name = node.name().partition("Backward")[0]
-            following = [n for n, _ in node.next_functions if n is not None]
-            theirs = [n for n in following if self._is_of_output(n)]
-            is_quotient = name == "Div" and node.next_functions[-1][0] in theirs
-            is_product = name == "Mul" and len(theirs) > 1
-            if theirs and (is_quotient or is_product or name in _CURVED):
-                return str(name.lower())
-            if name.startswith((*_THROUGH, "Div")):
-                fresh = [n for n in theirs if n not in seen and _is_scalar(n)]
-                seen.update(fresh)
-                left += fresh
-        return ""
 
-    def _is_of_output(self, node: Any) -> bool:
-        behind = Behind.of_nodes([node])
-        return bool(behind.calls) or any(leaf is self.root for leaf in behind.leaves)
+def _made_of(leaf: Tensor, node: Any) -> set[Any]:
+    """Those of a loss's nodes that compute with a leaf.
+
+    Args:
+        leaf: The leaf.
+        node: The loss's.
+    """
+    users, seen, left, found = dict[Any, list[Any]](), {node}, [node], list[Any]()
+    while left:
+        node = left.pop()
+        if getattr(node, "variable", None) is leaf:
+            found.append(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                users.setdefault(following, []).append(node)
+                if following not in seen:
+                    seen.add(following)
+                    left.append(following)
+    theirs = {*found}
+    while found:
+        fresh = {user for user in users.get(found.pop(), ()) if user not in theirs}
+        theirs |= fresh
+        found += fresh
+    return theirs
+
+
+def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
+    """The name of an operation that isn't linear in what was reduced over samples.
+
+    Args:
+        node: The loss's.
+        samples: How many there are.
+        of_output: The nodes that compute with the backbone's output.
+    """
+    for scalar in _scalars(node, of_output, (*_THROUGH, "Div")):
+        name = scalar.name().partition("Backward")[0]
+        theirs = [following in of_output for following, _ in scalar.next_functions]
+        is_quotient = name == "Div" and len(theirs) == 2 and theirs[1]
+        is_product = name == "Mul" and sum(theirs) == 2
+        if is_quotient or is_product or (name in _CURVED and any(theirs)):
+            behind = _scalars(scalar, of_output, ("",))
+            if any(_sums_samples(each, samples) for each in behind):
+                return str(name.lower())
+    return ""
+
+
+def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Iterator[Any]:
+    """A node and those behind it that make scalars.
+
+    Args:
+        node: The node.
+        among: Those that are looked at.
+        through: How the names of operations begin behind which others are looked for.
+    """
+    left, seen = [node], {node}
+    while left:
+        node = left.pop()
+        yield node
+        if node.name().startswith(through):
+            for following, _ in node.next_functions:
+                if following in among and following not in seen and _is_scalar(following):
+                    seen.add(following)
+                    left.append(following)
 
 
 def _reductions(
@@ -170,15 +212,28 @@ def _reductions(
 
 
 def _sums_samples(node: Any, samples: int) -> bool:
-    """Whether the first dimension of what is summed up seems to be the samples'."""
-    shape = [*getattr(node, "_saved_self_sym_sizes", ())]
+    """Whether the first dimension of what is summed up, or reduced, seems to be the samples'."""
+    shape = _shape_of_input(node)
     dims = getattr(node, "_saved_dim", None)
+    dims = [dims] if isinstance(dims, int) else dims
     sums_first = not dims or any(d % max(len(shape), 1) == 0 for d in _signed(dims))
     if samples < 2 or not shape or not sums_first:
         return False
     # samples by tokens, and no square of features
     is_flat = len(shape) > 1 and shape[0] % samples == 0 and shape[0] != shape[1]
     return bool(is_flat or shape[0] == samples)
+
+
+def _shape_of_input(node: Any) -> list[int]:
+    """The shape of what an operation reduces, as far as its node keeps it."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is not None:
+        return [*sizes]
+    try:
+        kept = getattr(node, "_saved_self", None)
+    except RuntimeError:  # it was changed in place since, or isn't kept any more
+        return []
+    return [*kept.shape] if isinstance(kept, Tensor) else []
 
 
 def _factor(node: Any) -> float:
