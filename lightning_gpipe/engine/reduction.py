@@ -19,22 +19,11 @@ _THROUGH = (
 )
 #: Operations that aren't linear, between scalars or of all samples.
 _CURVED = {
-    *(
-        "Abs",
-        "Acos",
-        "Amax",
-        "Amin",
-        "Clamp",
-        "ClampMax",
-        "ClampMin",
-        "Cos",
-        "Dist",
-        "Exp",
-        "Expm1",
-    ),
-    *("LinalgVectorNorm", "Log", "Log10", "Log1P", "Log2", "LogSigmoid", "Logsumexp", "Max"),
-    *("Maximum", "Min", "Minimum", "Norm", "Pow", "Prod", "Reciprocal", "Relu", "Rsqrt", "Sigmoid"),
-    *("Softplus", "Sqrt", "Std", "Tanh", "Var"),
+    *("Abs", "Acos", "Clamp", "ClampMax", "ClampMin", "Cos", "Exp", "Expm1", "LogSigmoid"),
+    *("Log", "Log10", "Log1P", "Log2", "Maximum", "Minimum", "Pow", "Reciprocal", "Relu"),
+    *("Rsqrt", "Sigmoid", "Softplus", "Sqrt", "Tanh"),
+    *("Amax", "Amin", "Dist", "LinalgVectorNorm", "Logsumexp", "Max", "Min", "Norm", "Prod"),
+    *("Std", "Var"),
 }
 
 
