@@ -229,10 +229,9 @@ class Run:
         return self._steps is not None
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._guarded(), self._trial.shared():
+        with self._guarded(), self._trial.shared(), explained(self._trainer.lightning_module):
             self._world.generators.share()
-            with explained(self._trainer.lightning_module):
-                result = step(*args, **kwargs)
+            result = step(*args, **kwargs)
         return result
 
     @contextmanager
