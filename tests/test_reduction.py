@@ -95,7 +95,6 @@ MEANS: dict[str, Any] = {
     "by the number": lambda _, x, y: each(x, y).sum() / len(x),
     "by a factor": lambda _, x, y: x.square().sum() * (1 / x.numel()),
     "of features": lambda _, x, y: x.mean(0).square().sum(),
-    "of products": lambda _, x, y: (x.T @ x / len(x)).square().sum(),
     "of terms": lambda _, x, y: torch.stack([each(x, y).mean(), x.square().mean()]).sum(),
     "by a variance": lambda _, x, y: x.square().mean() / x.detach().var(),
     "of no nan": lambda _, x, y: torch.nansum(each(x, y)),  # nothing can be told
@@ -106,6 +105,14 @@ MEANS: dict[str, Any] = {
     "with the norm of weights": lambda m, x, y: F.cross_entropy(x, y) + m.net[2].weight.norm(),
     "expanded": lambda _, x, y: F.cross_entropy(x, y).expand(1).sum(),
     "of samples' roots": lambda _, x, y: sum(row.square().mean().sqrt() for row in x) / len(x),
+    "of matrices": lambda _, x, y: (x.view(-1, 4, 2) @ x.view(-1, 2, 4)).square().mean(),
+    "of each one's matrix": lambda _, x, y: (
+        sum((row.view(4, 2) @ row.view(2, 4)).square().mean() for row in x) / len(x)
+    ),
+    "of samples' matrices": lambda _, x, y: sum(row.view(4, 2).norm() for row in x) / len(x),
+    "of one sample after another": lambda _, x, y: (
+        sum(F.mse_loss(x[i].view(4, 2), torch.ones(4, 2)).sqrt() for i in range(len(x))) / len(x)
+    ),
     "of roots": lambda _, x, y: (x.square() + 1).sqrt().mean(),
     "with weights": lambda _, x, y: {"loss": each(x, y).sum(), "weight": len(x)},
 }
@@ -129,12 +136,18 @@ CURVED: dict[str, tuple[str, Any]] = {
         "mul",
         lambda _, x, y: (1 - torch.exp(-F.cross_entropy(x, y))) * F.cross_entropy(x, y),
     ),
+    "pairs": ("matmul", lambda _, x, y: F.cross_entropy(x @ x.T, torch.arange(len(x)))),
+    "pairs of two views": (
+        "matmul",
+        lambda _, x, y: torch.einsum("nd,md->nm", *[torch.cat([x, 2 * x])] * 2).exp().mean(),
+    ),
+    "products": ("matmul", lambda _, x, y: (x[:, :3].T @ x / len(x)).square().sum()),
     "a bound": ("clamp", lambda _, x, y: F.cross_entropy(x, y).clamp(min=0.5)),
 }
 
 
 @pytest.mark.parametrize("name", CURVED)
-def test_a_function_of_a_mean_is_told(name: str) -> None:
+def test_what_is_no_mean_is_told(name: str) -> None:
     operation, reduce = CURVED[name]
     assert f"isn't a mean over samples: '{operation}' computes it" in told(reduce)
     assert told(reduce, step="mini-batch") == ""

@@ -29,7 +29,7 @@ _CURVED = {
 
 @dataclass(slots=True)
 class Reductions:
-    """Warns of a loss that is a sum, a mean over different numbers of elements, or made of a mean.
+    """Warns of a loss that is a sum, a mean over different numbers of elements, or no mean.
 
     It looks at the graphs of the first mini-batch's losses, so it knows reductions of PyTorch's own
     losses, and sums and quotients that are written out.
@@ -42,7 +42,7 @@ class Reductions:
     root: Tensor
     is_told: bool
     _has_sum: bool = False
-    _curve: str = ""  # the operation that makes the loss of a mean, and isn't linear
+    _curve: str = ""  # the operation that makes it no mean
     _counts: dict[int, list[float]] = field(default_factory=dict)
 
     def look(self, m: int, samples: int, outcome: Outcome) -> None:
@@ -83,8 +83,8 @@ class Reductions:
             )
         elif self._curve:
             warnings.warn(
-                f"The loss isn't a mean over samples: '{self._curve}' computes it of what was"
-                " reduced over them. With step='micro-batch' it becomes the mean of the"
+                f"The loss isn't a mean over samples: '{self._curve}' computes it of several"
+                " samples together. With step='micro-batch' it becomes the mean of the"
                 f" {len(counts)} micro-batches' losses, which isn't the mini-batch's, and neither"
                 " are the gradients. Use GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
@@ -127,23 +127,54 @@ def _made_of(leaf: Tensor, node: Any) -> set[Any]:
 
 
 def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
-    """The name of an operation that isn't linear in what was reduced over samples.
+    """The name of an operation that isn't linear in what was reduced over samples, or pairs them.
 
     Args:
         node: The loss's.
         samples: How many there are.
         of_output: The nodes that compute with the backbone's output.
     """
+    if any(_pairs(each, samples, of_output) for each in of_output):
+        return "matmul"
     for scalar in _scalars(node, of_output, (*_THROUGH, "Div")):
         name = scalar.name().partition("Backward")[0]
         theirs = [following in of_output for following, _ in scalar.next_functions]
         is_quotient = name == "Div" and len(theirs) == 2 and theirs[1]
         is_product = name == "Mul" and sum(theirs) == 2
         if is_quotient or is_product or (name in _CURVED and any(theirs)):
-            behind = _scalars(scalar, of_output, ("",))
-            if any(_sums_samples(each, samples) for each in behind):
+            reductions = [
+                node
+                for node in _scalars(scalar, of_output, ("",))
+                if _sums_samples(node, samples) and not _is_of_one_sample(node, of_output)
+            ]
+            if reductions:
                 return str(name.lower())
     return ""
+
+
+def _pairs(node: Any, samples: int, of_output: Collection[Any]) -> bool:
+    """Whether a product of matrices is one of each sample with each, or sums products up."""
+    is_product = node.name().startswith(("MmBackward", "BmmBackward"))
+    if not is_product or not all(n in of_output for n, _ in node.next_functions):
+        return False
+    left, right = _shape_of(node, "self"), _shape_of(node, "mat2")
+    if not left or not right or math.prod(left[:-2]) > 1:
+        return False
+    is_of_pairs = left[-2] % samples == 0 and left[-2] == right[-1]
+    return (is_of_pairs or left[-1] == samples) and not _is_of_one_sample(node, of_output)
+
+
+def _is_of_one_sample(node: Any, of_output: Collection[Any]) -> bool:
+    """Whether a node computes with a row of the output, as in a loop over the samples."""
+    left, seen = [node], {node}
+    while left:
+        node = left.pop()
+        if node.name().startswith(("Select", "Unbind")) and node._saved_dim == 0:
+            return True
+        fresh = {n for n, _ in node.next_functions if n in of_output and n not in seen}
+        seen |= fresh
+        left += fresh
+    return False
 
 
 def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Iterator[Any]:
@@ -202,7 +233,7 @@ def _reductions(
 
 def _sums_samples(node: Any, samples: int) -> bool:
     """Whether the first dimension of what is summed up, or reduced, seems to be the samples'."""
-    shape = _shape_of_input(node)
+    shape = _shape_of(node)
     dims = getattr(node, "_saved_dim", None)
     dims = [dims] if isinstance(dims, int) else dims
     sums_first = not dims or any(d % max(len(shape), 1) == 0 for d in _signed(dims))
@@ -213,13 +244,13 @@ def _sums_samples(node: Any, samples: int) -> bool:
     return bool(is_flat or shape[0] == samples)
 
 
-def _shape_of_input(node: Any) -> list[int]:
-    """The shape of what an operation reduces, as far as its node keeps it."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
+def _shape_of(node: Any, name: str = "self") -> list[int]:
+    """The shape of an operation's input, as far as its node keeps it."""
+    sizes = getattr(node, f"_saved_{name}_sym_sizes", None)
     if sizes is not None:
         return [*sizes]
     try:
-        kept = getattr(node, "_saved_self", None)
+        kept = getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # it was changed in place since, or isn't kept any more
         return []
     return [*kept.shape] if isinstance(kept, Tensor) else []
