@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,6 +137,8 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
         raise _unknown(what, "values of different types")
     if isinstance(first, Tensor):
         return _merge_tensors(list(values), sizes, weights, what)
+    if isinstance(first, np.ndarray):
+        return _merge_arrays(values, sizes, what)
     if isinstance(first, Mapping):
         if any(value.keys() != first.keys() for value in values):
             raise _unknown(what, "mappings with different keys")
@@ -146,7 +149,9 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
         return _rebuilt(first, keys)
     if isinstance(first, (list, tuple)):
         per_sample = [len(value) for value in values] == list(sizes)
-        if per_sample and type(first) is list and not _per_sample(first, sizes[0]):
+        if per_sample and type(first) is list:
+            if _per_sample(first, sizes[0]):
+                raise _unknown(what, f"lists of {len(first)} tensors with {len(first)} rows each")
             return [item for value in values for item in value]
         if any(len(value) != len(first) for value in values):
             raise _unknown(what, "lists of different lengths")
@@ -193,6 +198,15 @@ def _merge_tensors(
     if all(value.shape == first.shape and torch.equal(value, first) for value in values):
         return first
     raise _unknown(what, f"tensors of shapes {[tuple(value.shape) for value in values]}")
+
+
+def _merge_arrays(values: Sequence[Any], sizes: Sequence[int], what: str) -> Any:
+    first = values[0]
+    if first.ndim and [len(value) for value in values] == list(sizes):
+        return np.concatenate(values)
+    if all(np.array_equal(value, first) for value in values):
+        return first
+    raise _unknown(what, f"arrays of shapes {[value.shape for value in values]}")
 
 
 def _unknown(what: str, why: str) -> ValueError:

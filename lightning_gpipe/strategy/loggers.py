@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -58,10 +58,10 @@ class LoggedSettings:
             no_metrics: tuple[dict[str, float], ...] = (
                 ({},) if isinstance(logger, TensorBoardLogger) else ()
             )
+            found = getattr(logger, "hparams", {})
+            known = found if isinstance(found, Mapping) else {}  # DummyLogger's is a function
             try:
-                logger.log_hyperparams(
-                    {**getattr(logger, "hparams", {}), "gpipe": settings}, *no_metrics
-                )
+                logger.log_hyperparams({**known, "gpipe": settings}, *no_metrics)
             except Exception as error:  # MLflow's can't be changed within a run
                 rank_zero_warn(
                     f"{type(logger).__name__} did not take the settings of the pipeline: {error}"

@@ -1,0 +1,43 @@
+"""What steps of micro-batches return, put together as the whole batch's; what loggers are told."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_gpipe.strategy.batches import merge
+from lightning_gpipe.strategy.loggers import LoggedSettings
+
+SIZES, WEIGHTS = [2, 2], [2.0, 2.0]
+
+
+def merged(*values: Any) -> Any:
+    return merge(values, SIZES, WEIGHTS, "The step's result")
+
+
+def test_arrays_are_put_together() -> None:
+    rows = np.arange(12.0).reshape(4, 3)
+    np.testing.assert_equal(merged(rows[:2], rows[2:]), rows)
+    np.testing.assert_equal(merged(np.ones(3), np.ones(3)), np.ones(3))
+    with pytest.raises(
+        ValueError, match=r"can't be merged: .* arrays of shapes \[\(3,\), \(3,\)\]"
+    ):
+        merged(np.ones(3), np.zeros(3))
+
+
+def test_a_list_of_as_many_tensors_as_rows_is_refused() -> None:
+    """It may have a tensor for each sample, or a row."""
+    with pytest.raises(ValueError, match="lists of 2 tensors with 2 rows each"):
+        merged([*torch.ones(2, 2)], [*torch.ones(2, 2)])
+    assert len(merged([*torch.ones(2, 3)], [*torch.ones(2, 3)])) == 4
+
+
+def test_a_logger_without_hyperparameters_is_told_in_silence() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LoggedSettings().tell([DummyLogger()], {"chunks": 2})
