@@ -263,11 +263,12 @@ def _factor(node: Any) -> float:
 
 
 def _is_share(name: str, node: Any, samples: int) -> bool:
-    """Whether an operation multiplies by one over a number of elements."""
+    """Whether an operation multiplies by one over the number of samples, or of what is summed."""
     factor = _factor(node) if name.startswith("Mul") else 0.0
     number = 1 / factor if factor else 0.0
+    summed = [math.prod(_shape_of(n)) for n, _ in node.next_functions if n is not None]
     # a half is in many a formula
-    return number > 2 and math.isclose(number, round(number)) and round(number) % samples == 0
+    return number > 2 and any(math.isclose(number, count) for count in (samples, *summed))
 
 
 def _signed(dims: Sequence[int]) -> list[int]:

@@ -37,6 +37,7 @@ class StageCall:
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
+        written: Parameters, by their number, that forwards have changed, as they were left.
     """
 
     context: ForwardContext
@@ -48,6 +49,7 @@ class StageCall:
     attributes: dict[int, States] = field(default_factory=dict)
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
+    written: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Stage:
@@ -152,6 +154,7 @@ class Stage:
         if drops:
             call.attributes[m] = self._attributes.met()
         with (
+            self._written_once(call) if drops else nullcontext(),
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._batch_norm.micro_batch(recompute=False),
@@ -179,6 +182,7 @@ class Stage:
             return
         met = call.attributes[m] if keep_input else call.attributes.pop(m)
         with (
+            self._written_once(call),
             torch.enable_grad(),
             call.context.restored(),
             self._in_modes(call.modes),
@@ -228,6 +232,20 @@ class Stage:
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)
 
+    @contextmanager
+    def _written_once(self, call: StageCall) -> Iterator[None]:
+        """Refuse a parameter that forwards change, each another time, where some run again."""
+        before = self._parameter_versions()
+        yield
+        after = self._parameter_versions()
+        if after == before:
+            return
+        moved = (i for i, now in enumerate(after) if now != before[i])
+        for i in moved:
+            value = self._parameters[i].detach()
+            if not torch.equal(call.written.setdefault(i, value.clone()), value):
+                raise RuntimeError(_WRITTEN_TWICE.format(shape=tuple(value.shape)))
+
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self._parameters]
 
@@ -276,6 +294,12 @@ class Stage:
             module.training = training
 
 
+_WRITTEN_TWICE = (
+    "A layer changes its parameter of shape {shape} in its forward, and forwards run again to"
+    " re-materialize activations, with another value and another change. Keep in a buffer what a"
+    " forward changes, change the parameter in on_train_batch_end, or use"
+    " GPipeStrategy(checkpoint='never')."
+)
 _CHANGED_IN_COMMON = (
     "A layer changed a tensor in place that shares memory with another one beside it, such as a"
     " view of it. Between stages they are sent by themselves, so the other one would not change"
