@@ -37,7 +37,7 @@ class StageCall:
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
-        written: Parameters, by their number, that forwards have changed, as they were left.
+        written: Parameters, by their number, that forwards have changed.
     """
 
     context: ForwardContext
@@ -49,7 +49,7 @@ class StageCall:
     attributes: dict[int, States] = field(default_factory=dict)
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
-    written: dict[int, Tensor] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
 
 
 class Stage:
@@ -154,7 +154,7 @@ class Stage:
         if drops:
             call.attributes[m] = self._attributes.met()
         with (
-            self._written_once(call) if drops else nullcontext(),
+            self._writes_noted(call) if drops else nullcontext(),
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._batch_norm.micro_batch(recompute=False),
@@ -233,18 +233,24 @@ class Stage:
         return tuple(module.training for module in self._modules)
 
     @contextmanager
-    def _written_once(self, call: StageCall) -> Iterator[None]:
-        """Refuse a parameter that forwards change, each another time, where some run again."""
+    def _writes_noted(self, call: StageCall) -> Iterator[None]:
+        """Note which parameters a forward changes that will run again."""
         before = self._parameter_versions()
         yield
         after = self._parameter_versions()
-        if after == before:
-            return
-        moved = (i for i, now in enumerate(after) if now != before[i])
-        for i in moved:
-            value = self._parameters[i].detach()
-            if not torch.equal(call.written.setdefault(i, value.clone()), value):
-                raise RuntimeError(_WRITTEN_TWICE.format(shape=tuple(value.shape)))
+        if after != before:
+            call.written |= {i for i, now in enumerate(after) if now != before[i]}
+
+    @contextmanager
+    def _written_once(self, call: StageCall) -> Iterator[None]:
+        """Refuse a recompute that changes parameters once more."""
+        before = {i: self._parameters[i].detach().clone() for i in call.written}
+        yield
+        for i, value in before.items():
+            now = self._parameters[i].detach()
+            rtol = 16 * torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
+            if not torch.allclose(now, value, rtol=rtol, atol=0.0, equal_nan=True):
+                raise RuntimeError(_WRITTEN_TWICE.format(shape=tuple(now.shape)))
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self._parameters]
@@ -295,10 +301,9 @@ class Stage:
 
 
 _WRITTEN_TWICE = (
-    "A layer changes its parameter of shape {shape} in its forward, and forwards run again to"
-    " re-materialize activations, with another value and another change. Keep in a buffer what a"
-    " forward changes, change the parameter in on_train_batch_end, or use"
-    " GPipeStrategy(checkpoint='never')."
+    "A layer changes its parameter of shape {shape} in its forward, and does so once more when the"
+    " forward runs again to re-materialize activations. Keep in a buffer what a forward changes,"
+    " change the parameter in on_train_batch_end, or use GPipeStrategy(checkpoint='never')."
 )
 _CHANGED_IN_COMMON = (
     "A layer changed a tensor in place that shares memory with another one beside it, such as a"
