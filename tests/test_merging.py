@@ -35,6 +35,8 @@ def test_a_list_of_as_many_tensors_as_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="lists of 2 tensors with 2 rows each"):
         merged([*torch.ones(2, 2)], [*torch.ones(2, 2)])
     assert len(merged([*torch.ones(2, 3)], [*torch.ones(2, 3)])) == 4
+    (one,) = merge([[torch.ones(1, 3)]] * 2, [1, 1], [1.0, 1.0], "The step's result")
+    assert one.shape == (2, 3)
 
 
 def test_a_logger_without_hyperparameters_is_told_in_silence() -> None:

@@ -150,9 +150,10 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
     if isinstance(first, (list, tuple)):
         per_sample = [len(value) for value in values] == list(sizes)
         if per_sample and type(first) is list:
-            if _per_sample(first, sizes[0]):
+            if not _per_sample(first, sizes[0]):
+                return [item for value in values for item in value]
+            if len(first) > 1:
                 raise _unknown(what, f"lists of {len(first)} tensors with {len(first)} rows each")
-            return [item for value in values for item in value]
         if any(len(value) != len(first) for value in values):
             raise _unknown(what, "lists of different lengths")
         columns = zip(*values, strict=True)
