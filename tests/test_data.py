@@ -178,24 +178,88 @@ def test_every_stage_sees_what_the_first_one_read(stream: bool) -> None:
             assert ours[5] == theirs[5]
 
 
+class Drawing(Recording):
+    """Hooks draw, too."""
+
+    def _draw(self) -> None:
+        self.seen.append((torch.rand(1), random.random()))
+
+    on_fit_start = on_train_start = on_train_epoch_start = on_train_epoch_end = _draw
+    on_validation_start = on_validation_epoch_end = on_train_end = _draw
+
+
+class Samples(Dataset[Any]):
+    """Inputs that say which they are."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.full((6,), float(index)) + random.random() + torch.rand(1)
+        return x, x.sum(), index
+
+
+def draw_in_hooks(stages: int, workers: int) -> list[Any]:
+    module = Drawing()
+    L.seed_everything(7, verbose=False)
+
+    def loader() -> Any:
+        return DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=workers)
+
+    strategy: Any = GPipeStrategy(2) if stages > 1 else "auto"
+    run = trainer(
+        devices=stages,
+        strategy=strategy,
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+    )
+    for epochs in (2, 4, 4):  # the last makes no step
+        run.fit_loop.max_epochs = epochs
+        run.fit(module, loader(), loader())
+    module._draw()
+    return [list(map(str, entry)) for entry in module.seen]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shuffled_loader_and_hooks_draw_in_the_order_of_one_device(workers: int) -> None:
+    [plain] = run_ranks(draw_in_hooks, 1, 1, workers)
+    for seen in run_ranks(draw_in_hooks, 2, 2, workers):
+        assert seen == plain
+
+
+class Unreadable:
+    """A loader whose iterator can be made once, as Lightning does to see that it can."""
+
+    calls = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError("the disk is gone")
+        return iter([])
+
+
 class Failing(Stream):
     def __iter__(self) -> Iterator[Any]:
         yield torch.zeros(6), torch.zeros(()), {}
         raise OSError("the disk is gone")
 
 
-def train_on_failing_data() -> str:
+def train_on_failing_data(at_once: bool) -> str:
+    loader: Any = Unreadable() if at_once else DataLoader(Failing(), batch_size=1)
     try:
-        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2)).fit(
-            Recording(), DataLoader(Failing(), batch_size=1)
-        )
+        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2)).fit(Recording(), loader)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        # Lightning's teardown can't do without an iterator, on one device either
+        first = error.__context__ if at_once else error
+        return f"{type(first).__name__}: {first}"
     return "no error"
 
 
-def test_an_error_of_the_reader_reaches_every_stage() -> None:
-    first, second = run_ranks(train_on_failing_data, 2)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_error_of_the_reader_reaches_every_stage(at_once: bool) -> None:
+    first, second = run_ranks(train_on_failing_data, 2, at_once)
     assert "the disk is gone" in first
     assert "the disk is gone" in second
     assert "stage 0" in second

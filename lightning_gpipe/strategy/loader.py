@@ -7,7 +7,8 @@ stages disagree, and a user's mixup on the batch draws the same numbers everywhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_gpipe.comm.generators import SharedGenerators
@@ -45,28 +46,19 @@ class PipelineLoader:
         self.__dict__["_place"] = replica, replicas
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate. Collective over the pipeline, and so is every ``next``."""
+        """Iterate. Collective over the pipeline, and so is every ``next``.
+
+        The loader's own iterator is made here, as without a pipeline: what it draws comes before
+        what hooks draw until the first batch is read.
+        """
         shared = self._shared()
-        control = shared.channel
-        if control.index == 0:
-            yield from self._read(shared)
-            return
-        seen = self._seen
-        if seen is not None:
-            seen.clear()
-        while True:
-            what, value, indices, generators = control.broadcast("batch", None, source=0)
-            if seen is not None:
-                seen.extend(indices)
-            if what == "end":
-                shared.take(generators)
-                return
-            if what == "error":
-                raise RemoteError(
-                    f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}"
-                )
-            shared.take(generators)
-            yield value
+        if shared.channel.index == 0:
+            batches = self._iterator(shared)
+            return self._read(batches, shared)
+        self._receive(shared)
+        if self._seen is not None:
+            self._seen.clear()
+        return self._received(shared)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -86,12 +78,16 @@ class PipelineLoader:
         sampler = getattr(self._loader, "batch_sampler", None)
         return _lightning.seen_indices(sampler)
 
-    def _read(self, shared: SharedGenerators) -> Iterator[Any]:
-        sent, control = 0, shared.channel
-        try:
-            with world_of_replicas(*self._place):
-                batches = iter(self._loader)
-            while True:
+    def _iterator(self, shared: SharedGenerators) -> Iterator[Any]:
+        with _told(shared), world_of_replicas(*self._place):
+            batches = iter(self._loader)
+        _send(shared, "start")
+        return batches
+
+    def _read(self, batches: Iterator[Any], shared: SharedGenerators) -> Iterator[Any]:
+        sent = 0
+        while True:
+            with _told(shared):
                 try:
                     with world_of_replicas(*self._place):
                         batch = next(batches)
@@ -99,14 +95,46 @@ class PipelineLoader:
                     break
                 indices = (self._seen or [])[sent:]
                 sent += len(indices)
-                control.broadcast("batch", ("batch", batch, indices, shared.news()), source=0)
-                yield batch
-        except Exception as error:
-            control.broadcast(
-                "batch", ("error", f"{type(error).__name__}: {error}", [], None), source=0
+                _send(shared, "batch", batch, indices)
+            yield batch
+        _send(shared, "end")
+
+    def _received(self, shared: SharedGenerators) -> Iterator[Any]:
+        seen = self._seen
+        while True:
+            what, batch, indices = self._receive(shared)
+            if seen is not None:
+                seen.extend(indices)
+            if what == "end":
+                return
+            yield batch
+
+    def _receive(self, shared: SharedGenerators) -> tuple[str, Any, list[Any]]:
+        control = shared.channel
+        what, value, indices, generators = control.broadcast("batch", None, source=0)
+        if what == "error":
+            raise RemoteError(
+                f"Reading the data failed on stage 0 (rank {control.ranks[0]}): {value}"
             )
-            raise
-        control.broadcast("batch", ("end", None, [], shared.news()), source=0)
+        shared.take(generators)
+        return what, value, indices
+
+
+def _send(
+    shared: SharedGenerators, what: str, value: Any = None, indices: Sequence[Any] = ()
+) -> None:
+    shared.channel.broadcast("batch", (what, value, list(indices), shared.news()), source=0)
+
+
+@contextmanager
+def _told(shared: SharedGenerators) -> Iterator[None]:
+    """Tell the other stages of an exception: they wait for a batch."""
+    try:
+        yield
+    except Exception as error:
+        news = f"{type(error).__name__}: {error}", [], None
+        shared.channel.broadcast("batch", ("error", *news), source=0)
+        raise
 
 
 def _itself(loader: Iterable[Any]) -> Iterable[Any]:
