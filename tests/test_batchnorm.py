@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
@@ -133,6 +134,63 @@ def test_instance_norm_moves_once(momentum: float | None) -> None:
     deferred.finish()
     torch.testing.assert_close(torch.cat(outputs), reference(samples), rtol=0, atol=1e-12)
     torch.testing.assert_close(layer.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers again in the backward."""
+
+    def __init__(self, reentrant: bool, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class CheckpointedModule(Normalised):
+    """Batch norm inside torch.utils.checkpoint."""
+
+    def __init__(self, data: Tensor, batch_size: int, reentrant: bool) -> None:
+        super().__init__(data, batch_size)
+        self.lift = nn.Parameter(torch.zeros((), dtype=data.dtype), requires_grad=True)
+        first, *others = self.backbone
+        self.backbone = nn.Sequential(
+            Checkpointed(reentrant, first), Checkpointed(reentrant, *others), nn.Linear(64, 1)
+        ).to(data.dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] + 0 * self.lift  # else the reentrant kind gives no gradient
+        return self.backbone(x).square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"step": "micro-batch"}, {"checkpoint": "never"}])
+def test_layers_that_run_again_in_the_backward_move_once_more_a_mini_batch(
+    reentrant: bool, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    module = CheckpointedModule(torch.randn(24, 3, 6, 6, dtype=torch.float64), 8, reentrant)
+    expected = train(copy.deepcopy(module), max_epochs=1, devices=1)
+    one = train(copy.deepcopy(module), max_epochs=1, strategy=GPipeStrategy(1, **options))
+    torch.testing.assert_close(one, expected, rtol=0, atol=1e-12)
+    first, second = (
+        run_ranks(checkpointed_state, stages, module, stages, options)[0] for stages in (1, 2)
+    )
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+    reference = nn.BatchNorm2d(3).double()
+    for batch in module.data.split(8):
+        reference(batch)
+        reference(batch)
+    for name, value in reference.named_buffers():
+        key = f"backbone.0.layers.0.{name}"
+        torch.testing.assert_close(first[key], value, rtol=0, atol=1e-12)
+
+
+def checkpointed_state(
+    module: Normalised, stages: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    strategy = GPipeStrategy(4, **options)
+    return train(copy.deepcopy(module), max_epochs=1, devices=stages, strategy=strategy)
 
 
 def test_copies_are_left_alone() -> None:

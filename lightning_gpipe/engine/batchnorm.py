@@ -10,6 +10,9 @@ SyncBatchNorm normalises a micro-batch together with those of the other replicas
 common statistics in the same way. So all replicas must have the same number of micro-batches.
 
 InstanceNorm that tracks running statistics is treated alike; its are averages over the samples.
+
+Layers inside ``torch.utils.checkpoint`` run again in the backward, and their running statistics
+move again, as without a pipeline: once per mini-batch, when all its backwards are through.
 """
 
 from __future__ import annotations
@@ -68,6 +71,39 @@ class _Statistics:
 
 
 @dataclass(slots=True)
+class Seen:
+    """What layers see of a mini-batch, in its forwards or in its backwards.
+
+    Args:
+        micro_batches: M.
+        shares: Of each micro-batch, over how many times its samples SyncBatchNorm's statistics are.
+        uses: Of each layer, in order.
+        through: How many micro-batches are.
+    """
+
+    micro_batches: int = 0
+    shares: Sequence[float] = ()
+    uses: dict[_NormBase, list[_Statistics]] = field(default_factory=dict)
+    through: int = 0
+
+    def row(self, layer: _NormBase, running: _Running, count: float) -> tuple[Tensor, ...]:
+        """The row for the next use of a layer.
+
+        Args:
+            layer: The layer.
+            running: It in the running micro-batch.
+            count: Values per channel.
+        """
+        uses = self.uses.setdefault(layer, [])
+        if running.uses == len(uses):
+            mean = running.buffers["running_mean"]
+            assert mean is not None
+            uses.append(_Statistics.of(layer, mean, self.micro_batches))
+        running.uses += 1
+        return uses[running.uses - 1].next(count)
+
+
+@dataclass(slots=True)
 class _Running:
     """A layer in the running micro-batch.
 
@@ -116,16 +152,14 @@ class DeferredBatchNorm:
         self._deferred = deferred
         self._across = across
         self._together = together
-        self._shares: list[float] = []
-        self._micro_batches = 0
         self._layers = [m for m in modules if isinstance(m, _NormBase)]
         self._hooks = [
             layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             for layer in self._layers
         ]
         self._active: dict[_NormBase, _Running] | None = None
-        self._recompute = False
-        self._seen: dict[_NormBase, list[_Statistics]] = {}
+        self._seen = Seen()  # of the forwards
+        self._into: Seen | None = None  # of what runs
 
     def __deepcopy__(self, memo: Any) -> DeferredBatchNorm:
         """The hook that a copy of a module gets, such as an average: it does nothing."""
@@ -136,21 +170,29 @@ class DeferredBatchNorm:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self, sizes: Sequence[int]) -> None:
+    def begin(self, sizes: Sequence[int]) -> Seen:
         """Begin a mini-batch; collective over the replicas where SyncBatchNorm trains.
 
         Args:
             sizes: Samples in each micro-batch.
 
+        Returns:
+            What :meth:`backward` needs.
+
         Raises:
             RuntimeError: If replicas have different numbers of micro-batches.
         """
-        self._shares, self._seen, self._micro_batches = [], {}, len(sizes)
+        shares: list[float] = []
         across = self._across
-        if across is None or not any(
+        if across is not None and any(
             isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self._layers
         ):
-            return
+            shares = self._shares_of(across, sizes)
+        self._seen = Seen(len(sizes), shares)
+        return Seen(len(sizes), shares)
+
+    @staticmethod
+    def _shares_of(across: ObjectChannel, sizes: Sequence[int]) -> list[float]:
         all_sizes = across.gather(list(sizes))
         counts = [len(found) for found in all_sizes]
         if len(set(counts)) > 1:
@@ -158,18 +200,19 @@ class DeferredBatchNorm:
                 f"Replicas have {counts} micro-batches, and SyncBatchNorm needs the same number on"
                 " all: leave out small batches with DataLoader(drop_last=True)."
             )
-        self._shares = [sum(m) / m[across.index] for m in zip(*all_sizes, strict=True)]
+        return [sum(m) / m[across.index] for m in zip(*all_sizes, strict=True)]
 
     def micro_batch(self, recompute: bool) -> AbstractContextManager[None]:
         """Run one micro-batch's forward through the stage inside this context."""
         if not self._layers or not (self._deferred or recompute):
             return nullcontext()
-        return self._micro_batch(recompute)
+        return self._pointed_at(None if recompute else self._seen)
 
     @contextmanager
-    def _micro_batch(self, recompute: bool) -> Iterator[None]:
+    def _pointed_at(self, seen: Seen | None) -> Iterator[None]:
+        """Let layers leave their statistics there; None: nowhere."""
         self._active = active = dict[_NormBase, _Running]()
-        self._recompute = recompute
+        self._into = seen
         try:
             yield
         finally:
@@ -179,18 +222,38 @@ class DeferredBatchNorm:
                 _set_momentum(layer, running.momentum)
                 layer._buffers.update(running.buffers)
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Move the running statistics by those of the mini-batch.
 
         Call once all its micro-batches are forwarded.
         """
-        seen, self._seen = self._seen, {}
-        uses = [use for of_layer in seen.values() for use in of_layer]
+        seen, self._seen = self._seen, Seen()
+        self._move_all(seen)
+
+    def backward(self, seen: Seen) -> AbstractContextManager[None]:
+        """Run one micro-batch's backward inside this context.
+
+        Args:
+            seen: What :meth:`begin` has returned.
+        """
+        return self._backward(seen) if self._layers and self._deferred else nullcontext()
+
+    @contextmanager
+    def _backward(self, seen: Seen) -> Iterator[None]:
+        with self._pointed_at(seen):
+            yield
+        seen.through += 1
+        if seen.through == seen.micro_batches:
+            self._move_all(seen)
+            seen.uses, seen.through = {}, 0  # a kept graph may go through once more
+
+    @torch.no_grad()
+    def _move_all(self, seen: Seen) -> None:
+        uses = [use for of_layer in seen.uses.values() for use in of_layer]
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, use in enumerate(uses):
             if isinstance(use.layer, nn.SyncBatchNorm):  # the statistics are of all replicas
-                use.count = [n * s for n, s in zip(use.count, self._shares, strict=True)]
+                use.count = [n * s for n, s in zip(use.count, seen.shares, strict=True)]
             over_batch, mean = isinstance(use.layer, _BatchNorm), use.mean[0]
             alone = -1 if self._together else i
             alike[over_batch, len(use.count), mean.device, mean.dtype, alone].append(i)
@@ -230,14 +293,11 @@ class DeferredBatchNorm:
             before = {name: buffers.get(name) for name in _BUFFERS}
             running = active[layer] = _Running(layer.momentum, before)
         running.keep(layer)
-        if self._recompute:
+        row: tuple[Tensor, ...]
+        if self._into is None:
             row = torch.zeros_like(mean), torch.zeros_like(variance)
         else:
-            uses = self._seen.setdefault(layer, [])
-            if running.uses == len(uses):
-                uses.append(_Statistics.of(layer, mean, self._micro_batches))
-            row = uses[running.uses].next(count)
-            running.uses += 1
+            row = self._into.row(layer, running, count)
         buffers["running_mean"], buffers["running_var"] = running.row = row
         buffers["num_batches_tracked"] = (
             torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None

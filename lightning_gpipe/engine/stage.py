@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.attributes import LayerAttributes, States
 from lightning_gpipe.engine.autograd import no_values
-from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
+from lightning_gpipe.engine.batchnorm import DeferredBatchNorm, Seen
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch
@@ -33,6 +33,7 @@ class StageCall:
         seed: Of its random numbers.
         seeding: Before which layers Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
+        statistics: What batch norm sees in the backwards.
         attributes: What layers keep in attributes, as each micro-batch's forward has met it.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
@@ -46,6 +47,7 @@ class StageCall:
     seed: int
     seeding: Seeding
     buffers: CallBuffers | None
+    statistics: Seen
     attributes: dict[int, States] = field(default_factory=dict)
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
@@ -101,11 +103,11 @@ class Stage:
             context: What surrounds the forward; must be in force.
             sizes: Samples in each micro-batch.
         """
-        self._batch_norm.begin(sizes)
+        statistics = self._batch_norm.begin(sizes)
         modes = self._modes()
-        seeding = self._randomness.begin(modes)
-        seed = seed_of(*context.key)
-        return StageCall(context, modes, len(sizes), seed, seeding, self._buffers.begin(modes))
+        seeding, seed = self._randomness.begin(modes), seed_of(*context.key)
+        buffers = self._buffers.begin(modes)
+        return StageCall(context, modes, len(sizes), seed, seeding, buffers, statistics)
 
     def preserved_generators(self) -> AbstractContextManager[None]:
         """Put the layers' own generators back at the end."""
@@ -215,19 +217,22 @@ class Stage:
                 there, while the reducer of the replicas may still be at work.
             also: A scalar to run the same backward from.
         """
-        call.micro_batches[m].backward(gradients, retain, hand_on, also)
+        with self._batch_norm.backward(call.statistics):
+            call.micro_batches[m].backward(gradients, retain, hand_on, also)
 
     def backward_input(
         self, call: StageCall, m: int, gradients: Gradients, hand_on: HandOn
     ) -> None:
         """Run the first half of a micro-batch's backward: see :meth:`backward`."""
         weights = [p for p in self._parameters if p.requires_grad]
-        was_split = call.micro_batches[m].backward_input(gradients, hand_on, weights)
+        with self._batch_norm.backward(call.statistics):
+            was_split = call.micro_batches[m].backward_input(gradients, hand_on, weights)
         self.cannot_split = self.cannot_split or not was_split
 
     def backward_weights(self, call: StageCall, m: int) -> None:
         """Run the second half of a micro-batch's backward, adding to the parameters' gradients."""
-        call.micro_batches[m].backward_weights()
+        with self._batch_norm.micro_batch(recompute=True):
+            call.micro_batches[m].backward_weights()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -99,17 +99,34 @@ def run_layer_on_meta(
     """
     given = dict(tensors if tensors is not None else meta_tensors(module, place))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(module, given, args, kwargs)
+    def run() -> Any:
+        return run_layer(index, module, value)
 
     try:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a compiled script keeps its own tensors")
         with _left_as_it_was(module, with_hooks, training, place):
-            return run_layer(index, forward, value)
+            named = {f"layer.{name}": tensor for name, tensor in given.items()}
+            return functional_call(_Within(module), named, (run,))
     except Exception as error:
         raise UntraceableLayer(
             f"{type(module).__name__} can't run on the meta device, without data"
             f" ({type(error).__name__}: {error})"
         ) from error
+
+
+class _Within(nn.Module):
+    """Runs a function while other tensors stand for a layer's.
+
+    Whatever calls the layer then, also a backward that runs its forward once more.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def meta_tensors(module: nn.Module, place: Pretended | None = None) -> dict[str, Tensor]:

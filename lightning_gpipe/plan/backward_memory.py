@@ -41,15 +41,10 @@ def in_backward(
         None if its backward can't run without values.
     """
     watch = BackwardWatch(run_layer, own.values())
-    parameters = [(p, p.grad) for p in layer.parameters()]
     try:
         run_layer_on_meta(layer, watch.run_layer, index, value, own, training=training, place=place)
     except UntraceableLayer:
         return None
-    finally:
-        for parameter, gradient in parameters:  # a recompute of the user's may know them
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
     return watch.most, watch.own
 
 

@@ -96,21 +96,27 @@ def _counted(
 ) -> tuple[LayerCost, Tree]:
     """A layer's operations, and its output."""
     tensors, start = meta_tensors(layer), counter.get_total_flops()
+    forward, backward = 0.0, 0.0
+
+    def run(index: int, layer: Callable[..., Any], value: Any) -> Any:
+        nonlocal forward, backward
+        result = run_layer(index, layer, value)
+        output = Tree.of(result, "A layer's output")
+        elements = sum(t.numel() for t in output.tensors())
+        forward = float(counter.get_total_flops() - start + elements)
+        if any(t.requires_grad for t in output.tensors()):
+            try:  # here, because it may run the layer once more
+                _differentiate(output, [*given.tensors(), *tensors.values()])
+                backward = counter.get_total_flops() - start - forward + 2 * elements
+            except Exception:  # PyTorch lacks some backwards on this device
+                backward = BACKWARD_RATIO * forward
+        return result
+
     # copies, because a layer may work in place, and not on leaves of the graph
     value = given.with_leaves([_copied(leaf) for leaf in given.leaves]).value()
-    value = run_layer_on_meta(layer, run_layer, index, value, tensors)
-    output = Tree.of(value, "A layer's output")
-    elements = sum(t.numel() for t in output.tensors())
-    forward = counter.get_total_flops() - start + elements
-    if not any(t.requires_grad for t in output.tensors()):
-        return LayerCost(float(forward), 0.0, 0.0), output
-    backward: float
-    try:
-        _differentiate(output, [*given.tensors(), *tensors.values()])
-        backward = counter.get_total_flops() - start - forward + 2 * elements
-    except Exception:  # PyTorch lacks some backwards on this device
-        backward = BACKWARD_RATIO * forward
-    return LayerCost(float(forward), float(backward), float(forward)), output
+    value = run_layer_on_meta(layer, run, index, value, tensors)
+    recompute = forward if backward else 0.0
+    return LayerCost(forward, float(backward), recompute), Tree.of(value, "A layer's output")
 
 
 def function_costs(

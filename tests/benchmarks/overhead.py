@@ -208,7 +208,8 @@ def _chunks(arguments: argparse.Namespace) -> list[Table]:
     for stages in (1, 2):
         workload = emulated(2, 0.002)
         found = [gpipe(workload, stages, m, "always", str(m)) for m in sizes]
-        results = take_turns(found, min(arguments.rounds, 5), 1, warm_up=2)
+        # a turn's first step starts with cold caches, which short steps feel more than long ones
+        results = take_turns(found, min(arguments.rounds, 5), 3, warm_up=3)
         table = Table(
             f"Step time of a micro-batch, K={stages}, always, layers of 2 ms",
             ["ms: step / length of fill-drain in forwards", "over that for M=8"],
