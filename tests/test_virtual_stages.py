@@ -7,7 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
@@ -65,6 +67,38 @@ def test_bits_do_not_depend_on_the_number_of_virtual_stages(stages: int, virtual
     expected = run_ranks(weights, 1, 1, 1)[0]
     state = run_ranks(weights, stages, stages, virtual)[0]
     assert [name for name, value in expected.items() if not torch.equal(value, state[name])] == []
+
+
+class Rewritten(models.Module):
+    """Layers that change their attributes in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(
+            *(nn.Linear(6, 6) if i % 3 else nn.BatchNorm1d(6) for i in range(7))
+        ).double()
+        torch.nn.utils.spectral_norm(self.backbone[1])
+        prune.random_unstructured(self.backbone[4], "weight", 0.3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.backbone(batch).square().mean()
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(torch.randn(48, 6, generator=generator, dtype=torch.float64), 12)  # type: ignore[arg-type]
+
+
+def rewritten(stages: int, virtual: int, mode: str) -> dict[str, Tensor]:
+    strategy = GPipeStrategy(4, virtual_stages=virtual, checkpoint=mode, step="micro-batch")  # type: ignore[arg-type]
+    return train(Rewritten(), max_epochs=2, devices=stages, strategy=strategy)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_layers_may_change_themselves_beside_steps_of_micro_batches(mode: str) -> None:
+    expected = run_ranks(rewritten, 1, 1, 1, mode)[0]
+    state = run_ranks(rewritten, 2, 2, 3, mode)[0]
+    torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
 def test_replicas() -> None:

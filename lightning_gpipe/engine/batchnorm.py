@@ -86,18 +86,19 @@ class Seen:
     uses: dict[_NormBase, list[_Statistics]] = field(default_factory=dict)
     through: int = 0
 
-    def row(self, layer: _NormBase, running: _Running, count: float) -> tuple[Tensor, ...]:
+    def row(
+        self, layer: _NormBase, running: _Running, mean: Tensor, count: float
+    ) -> tuple[Tensor, ...]:
         """The row for the next use of a layer.
 
         Args:
             layer: The layer.
             running: It in the running micro-batch.
+            mean: Its running mean.
             count: Values per channel.
         """
         uses = self.uses.setdefault(layer, [])
         if running.uses == len(uses):
-            mean = running.buffers["running_mean"]
-            assert mean is not None
             uses.append(_Statistics.of(layer, mean, self.micro_batches))
         running.uses += 1
         return uses[running.uses - 1].next(count)
@@ -297,7 +298,7 @@ class DeferredBatchNorm:
         if self._into is None:
             row = torch.zeros_like(mean), torch.zeros_like(variance)
         else:
-            row = self._into.row(layer, running, count)
+            row = self._into.row(layer, running, mean, count)
         buffers["running_mean"], buffers["running_var"] = running.row = row
         buffers["num_batches_tracked"] = (
             torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None

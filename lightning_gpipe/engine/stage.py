@@ -159,8 +159,8 @@ class Stage:
             self._writes_noted(call) if drops else nullcontext(),
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
+            self._watched(),  # around batch norm's, whose traces are gone then
             self._batch_norm.micro_batch(recompute=False),
-            self._watched(),
         ):
             enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)
@@ -190,6 +190,7 @@ class Stage:
             self._in_modes(call.modes),
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
             self._attributes.restored(met),
+            self._watched(),
             self._batch_norm.micro_batch(recompute=True),
         ):
             given = record.enter_again(keep_input)

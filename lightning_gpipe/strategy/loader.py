@@ -80,7 +80,7 @@ class PipelineLoader:
 
     def _iterator(self, shared: SharedGenerators) -> Iterator[Any]:
         with _told(shared), world_of_replicas(*self._place):
-            batches = iter(self._loader)
+            batches: Iterator[Any] = iter(self._loader)
         _send(shared, "start")
         return batches
 
@@ -132,8 +132,8 @@ def _told(shared: SharedGenerators) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        news = f"{type(error).__name__}: {error}", [], None
-        shared.channel.broadcast("batch", ("error", *news), source=0)
+        told = f"{type(error).__name__}: {error}"
+        shared.channel.broadcast("batch", ("error", told, [], None), source=0)
         raise
 
 

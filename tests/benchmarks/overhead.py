@@ -7,10 +7,10 @@ the other in turn, since a process is a few percent faster or slower than anothe
 lives. These and ``balance`` are medians of the rounds' ratios, in several launches. ``actions``:
 the engine's time for each forward and backward of a micro-batch of layers that do next to nothing,
 from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's time for each
-micro-batch, from 8 to 512, over the same for 8, in turns of three steps. ``messages``: half of the way there and back
-between two processes of one machine, alone and beside processes that compute. ``cut``: from ``fit``
-until the first step of a model of 1,000 layers. ``balance``: steps balanced by time over those
-balanced by operations, with layers that take long and compute little.
+micro-batch, from 8 to 512, over the same for 8, in turns of three steps. ``messages``: half of the
+way there and back between two processes of one machine, alone and beside processes that compute.
+``cut``: from ``fit`` until the first step of a model of 1,000 layers. ``balance``: steps balanced
+by time over those balanced by operations, with layers that take long and compute little.
 """
 
 from __future__ import annotations
