@@ -88,6 +88,7 @@ SUMS: dict[str, Any] = {
     "of samples first": lambda _, x, y: each(x, y).sum(),
     "of squares": lambda _, x, y: F.mse_loss(x, F.one_hot(y, CLASSES).float(), reduction="sum"),
     "by a small factor": lambda _, x, y: F.cross_entropy(x, y) + 1e-3 * x.square().sum(),
+    "by a product": lambda _, x, y: each(x, y) @ x.detach()[:, 0].softmax(0),
     "in a dict": lambda _, x, y: {"loss": x.square().sum((0, 1))},
 }
 MEANS: dict[str, Any] = {
@@ -114,6 +115,8 @@ MEANS: dict[str, Any] = {
     "of one sample after another": lambda _, x, y: (
         sum(F.mse_loss(x[i].view(4, 2), torch.ones(4, 2)).sqrt() for i in range(len(x))) / len(x)
     ),
+    "of rolled features": lambda _, x, y: (x.roll(1, 1) - x.flip(-1)).square().mean(),
+    "of distances to others": lambda _, x, y: torch.cdist(x, torch.ones(3, x.shape[1])).mean(),
     "of roots": lambda _, x, y: (x.square() + 1).sqrt().mean(),
     "with weights": lambda _, x, y: {"loss": each(x, y).sum(), "weight": len(x)},
 }
@@ -143,6 +146,14 @@ CURVED: dict[str, tuple[str, Any]] = {
         lambda _, x, y: torch.einsum("nd,md->nm", *[torch.cat([x, 2 * x])] * 2).exp().mean(),
     ),
     "products": ("matmul", lambda _, x, y: (x[:, :3].T @ x / len(x)).square().sum()),
+    "rolled ones": ("roll", lambda _, x, y: F.triplet_margin_loss(x, x.roll(1, 0), x.roll(2, 0))),
+    "flipped ones": ("flip", lambda _, x, y: (x - x.flip(0)).square().mean()),
+    "distances": ("cdist", lambda _, x, y: torch.cdist(x, x, p=1.0).mean()),
+    "Euclidean distances": (
+        "euclideandist",
+        lambda _, x, y: torch.cdist(x, 2 * x, 2.0, "use_mm_for_euclid_dist").mean(),
+    ),
+    "distances of all": ("pdist", lambda _, x, y: F.pdist(x).mean()),
     "a bound": ("clamp", lambda _, x, y: F.cross_entropy(x, y).clamp(min=0.5)),
 }
 

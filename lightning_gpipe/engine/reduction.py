@@ -134,8 +134,11 @@ def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
         samples: How many there are.
         of_output: The nodes that compute with the backbone's output.
     """
-    if any(_pairs(each, samples, of_output) for each in of_output):
-        return "matmul"
+    for each in of_output:
+        if _pairs(each, samples, of_output):
+            return "matmul"
+        if _mixes(each, samples):
+            return str(each.name().partition("Backward")[0].lower())
     for scalar in _scalars(node, of_output, (*_THROUGH, "Div")):
         name = scalar.name().partition("Backward")[0]
         theirs = [following in of_output for following, _ in scalar.next_functions]
@@ -162,6 +165,17 @@ def _pairs(node: Any, samples: int, of_output: Collection[Any]) -> bool:
         return False
     is_of_pairs = left[-2] % samples == 0 and left[-2] == right[-1]
     return (is_of_pairs or left[-1] == samples) and not _is_of_one_sample(node, of_output)
+
+
+def _mixes(node: Any, samples: int) -> bool:
+    """Whether an operation puts samples beside others, or compares them."""
+    name = node.name()
+    if name.startswith(("RollBackward", "FlipBackward")):  # 0 dimensions roll all as one
+        return not node._saved_dims or 0 in _signed(node._saved_dims)
+    if name.startswith(("CdistBackward", "EuclideanDistBackward")):
+        left, right = _shape_of(node, "x1"), _shape_of(node, "x2")
+        return len(left) == len(right) == 2 and left[0] == right[0] and left[0] % samples == 0
+    return bool(name.startswith("PdistBackward"))
 
 
 def _is_of_one_sample(node: Any, of_output: Collection[Any]) -> bool:
@@ -215,7 +229,7 @@ def _reductions(
             total = getattr(node, "_saved_total_weight", None)
             if reduction != _SUM and total is not None:
                 count(float(total))
-        elif name.startswith("SumBackward"):
+        elif name.startswith(("SumBackward", "DotBackward")):
             found.append((node, _sums_samples(node, samples)))
         elif name.startswith("Div"):
             divisor, divided = _factor(node), node.next_functions[0][0]
@@ -233,7 +247,7 @@ def _reductions(
 
 def _sums_samples(node: Any, samples: int) -> bool:
     """Whether the first dimension of what is summed up, or reduced, seems to be the samples'."""
-    shape = _shape_of(node)
+    shape = _shape_of(node) or _shape_of(node, "tensor")  # the other factor of a product
     dims = getattr(node, "_saved_dim", None)
     dims = [dims] if isinstance(dims, int) else dims
     sums_first = not dims or any(d % max(len(shape), 1) == 0 for d in _signed(dims))
