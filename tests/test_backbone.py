@@ -177,6 +177,14 @@ def test_what_is_compiled_with_the_backbone_is_refused(place: str) -> None:
         refuse_compiled(made, find_backbone(made, None))
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_scripts_are_refused() -> None:
+    made = models.Module()
+    made.scripted = nn.ModuleList([torch.jit.script(nn.ReLU())])
+    with pytest.raises(ValueError, match=r"'scripted\.0' is made by torch\.jit"):
+        refuse_compiled(made, find_backbone(made, None))
+
+
 def test_compiled_layers_are_not_refused() -> None:
     made = compiled("layers")
     refuse_compiled(made, find_backbone(made, None))

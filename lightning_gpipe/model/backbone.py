@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from lightning_gpipe.model.blocks import Blocks
@@ -167,7 +168,7 @@ _CALLED = ("forward", "training_step", "validation_step", "test_step", "predict_
 
 
 def refuse_compiled(module: nn.Module, backbone: str) -> None:
-    """Refuse what torch.compile calls as one together with the backbone.
+    """Refuse what torch.compile calls as one together with the backbone, and what torch.jit made.
 
     Args:
         module: The user's module.
@@ -176,6 +177,13 @@ def refuse_compiled(module: nn.Module, backbone: str) -> None:
     Raises:
         ValueError: With what to do instead.
     """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):  # nobody can put other tensors there
+            raise ValueError(
+                f"'{name}' is made by torch.jit, so it can't be shared out among stages: use the"
+                " module as it was before torch.jit.script or torch.jit.trace. To make it faster,"
+                " use torch.compile."
+            )
     keys = backbone.split(".")
     for end in range(len(keys) + 1):
         name = ".".join(keys[:end])
