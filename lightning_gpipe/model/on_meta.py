@@ -118,14 +118,15 @@ def run_layer_on_meta(
 class _Within(nn.Module):
     """Runs a function while other tensors stand for a layer's.
 
-    Whatever calls the layer then, also a backward that runs its forward once more.
+    Whatever calls the layer then, also a backward that runs its forward once more. Its own call
+    runs no hooks: what counts operations by modules sees the layer alone.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, run: Callable[[], Any]) -> Any:
+    def __call__(self, run: Callable[[], Any]) -> Any:
         return run()
 
 
