@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch.backends import cuda, cudnn
 
+from lightning_gpipe.model.redirect import refuse_checkpointed
 from lightning_gpipe.model.run_layer import RunLayer
 
 #: What tells whether kernels may run, and what allows them.
@@ -50,7 +51,12 @@ class ForwardContext:
     def current(
         cls, key: tuple[int, ...], device: torch.device, run_layer: RunLayer
     ) -> ForwardContext:
-        """The context of the running step."""
+        """The context of the running step.
+
+        Raises:
+            RuntimeError: If the backbone is called inside ``torch.utils.checkpoint``.
+        """
+        refuse_checkpointed()
         autocast = _autocast(dict.fromkeys(("cpu", device.type)))
         cache, kernels = torch.is_autocast_cache_enabled(), _kernels()
         return cls(key, autocast, cache, run_layer, torch.get_default_dtype(), kernels)

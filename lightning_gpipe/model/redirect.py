@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import nn
 
 from lightning_gpipe.model.blocks import TAKEN_OVER, Listening
@@ -122,7 +124,27 @@ class Redirections:
 
 def not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
+    refuse_checkpointed()
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
         " the backbone as a whole, or all of its layers in a loop, `for layer in self.backbone`."
     )
+
+
+def refuse_checkpointed() -> None:
+    """Refuse calls of the backbone inside ``torch.utils.checkpoint``.
+
+    The backward would repeat them, where no forward of all stages can run.
+
+    Raises:
+        RuntimeError: If the running call is one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    if frame is not None:
+        raise RuntimeError(
+            "The backbone is called inside torch.utils.checkpoint, which would call it once more in"
+            ' the backward. Call it without: GPipeStrategy(checkpoint="always") re-materializes all'
+            " of its layers. What a layer does inside may use torch.utils.checkpoint."
+        )
