@@ -29,7 +29,10 @@ from tests.training import trainer
 WIDTH = 4
 LIMIT_S = 30.0
 STRUCTURES = ("tensor", "tuple", "dict", "nested", "transposed", "mixed")
-KINDS = ("linear", "linear", "in place", "identity", "dropout", "batch norm", "repeat")
+KINDS = (
+    *("linear", "linear", "in place", "identity"),
+    *("dropout", "batch norm", "repeat", "spectral norm", "counter"),
+)
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Configuration:
     around: bool = False
     calls: int = 1
     reads_all: bool = True  # whether the loss reads the outputs of calls before the last
+    ties: bool = False  # whether the first and the last layer share a weight
+    drops: bool = False  # whether the step draws random numbers
     refusal: str | None = None
 
     @classmethod
@@ -78,8 +83,21 @@ class Configuration:
             "deferred_batch_norm": draw.random() < 0.8,
             "shard_optimizer_state": seed % 2 == 1,
         }
+        is_micro = draw.random() < 0.5
+        if is_micro:
+            made.arguments["step"] = "micro-batch"
+            made.arguments["schedule"] = draw.choice(["auto", "fill_drain", "1f1b", "searched"])
+        virtual = draw.choice([1, 1, 2])
+        if virtual * made.stages <= len(made.layers):
+            made.arguments["virtual_stages"] = virtual
+            if virtual > 1 and made.arguments.get("schedule") == "1f1b":
+                made.arguments["schedule"] = "interleaved"
+        if draw.random() < 0.3:
+            made.arguments["checkpoint"] = draw.choice(["auto", 1, 2, 0.5])
+            made.arguments["memory_limit"] = "1GB"
+        parts = made.stages * made.arguments.get("virtual_stages", 1)
         if made.arguments["balance"] == "list":
-            cuts = sorted(draw.sample(range(1, len(made.layers)), made.stages - 1))
+            cuts = sorted(draw.sample(range(1, len(made.layers)), parts - 1))
             edges = pairwise([0, *cuts, len(made.layers)])
             made.arguments["balance"] = [after - before for before, after in edges]
         elif made.arguments["balance"] == "function":
@@ -91,6 +109,8 @@ class Configuration:
         made.optimizer = draw.choice(["SGD", "AdamW"])
         made.around = draw.random() < 0.4
         made.calls, made.reads_all = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.5
+        made.calls = 1 if is_micro else made.calls
+        made.ties, made.drops = draw.random() < 0.2, not plain and draw.random() < 0.3
         smallest = made.samples // min(made.chunks, made.samples)
         if any(kind == "batch norm" for kind, _, _ in made.layers) and smallest == 1:
             made.refusal = "(one|1) value per channel"
@@ -128,7 +148,7 @@ class Configuration:
     @property
     def sees_micro_batches(self) -> bool:
         """Whether its weights depend on M, so that only other numbers of stages can be equal."""
-        return any(kind in ("dropout", "batch norm") for kind, _, _ in self.layers)
+        return self.drops or any(kind in KINDS[4:] for kind, _, _ in self.layers)
 
 
 def cost(layer: nn.Module, value: Any) -> float:
@@ -173,11 +193,18 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.Identity()
         self.drop = nn.Dropout(0.3) if kind == "dropout" else nn.Identity()
+        if kind == "spectral norm":
+            self.linear = nn.utils.spectral_norm(self.linear)
+        if kind == "counter":
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         if frozen:
             self.requires_grad_(False)
 
     def forward(self, value: Any) -> Any:
         h = unpack(value)
+        if self.kind == "counter" and self.training:
+            self.calls += 1
+            h = h * (1 + 0.01 * self.calls)
         for _ in range({"identity": 0, "repeat": 2}.get(self.kind, 1)):
             h = self.linear(self.drop(self.norm(self.act(h))))
         return pack(h, self.structure)
@@ -189,16 +216,29 @@ class Module(L.LightningModule):
         self.made = made
         self.backbone = nn.Sequential(*(Block(*layer) for layer in made.layers))
         self.head = nn.Linear(WIDTH, WIDTH) if made.around else nn.Identity()
+        if made.ties:
+            self.backbone[0].linear.bias = self.backbone[-1].linear.bias
         self.to(made.dtype)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         x, y = batch
         h, others = self.head(x), torch.zeros((), dtype=x.dtype)
         for call in range(self.made.calls):
             h = unpack(self.backbone(h))
             if self.made.reads_all and call < self.made.calls - 1:
-                others = others + h.square().mean()
-        return nn.functional.mse_loss(self.head(h), y) + others
+                others = others + h.clone().square().mean()  # h may be changed in place
+        h = self.head(h)
+        if self.made.drops:
+            h = nn.functional.dropout(h, 0.2, training=self.training)
+        return nn.functional.mse_loss(h, y) + others
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         if self.made.optimizer == "LBFGS":
@@ -215,9 +255,12 @@ class Module(L.LightningModule):
         sampler = DistributedSampler(data, shuffle=False, **shares)
         return DataLoader(data, batch_size=total // shares["num_replicas"], sampler=sampler)
 
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
 
 def train(made: Configuration, stages: int | None) -> dict[str, Tensor]:
-    """Train on this rank, and return the weights."""
+    """Train on this rank, and return the weights, and what was logged."""
     warnings.simplefilter("ignore")
     torch.manual_seed(made.seed)
     options = {**made.options, "max_epochs": 2}
@@ -225,12 +268,18 @@ def train(made: Configuration, stages: int | None) -> dict[str, Tensor]:
     strategy: Any = "auto"
     if stages is not None:
         arguments = {"chunks": made.chunks, "stages": stages, **made.arguments}
+        parts = stages * arguments.get("virtual_stages", 1)
+        if stages != made.stages and (parts > len(made.layers) or made.seed % 3):
+            arguments["virtual_stages"] = 1
+            if arguments.get("schedule") == "interleaved":
+                arguments["schedule"] = "auto"
         if stages != made.stages and isinstance(arguments["balance"], list):
             arguments["balance"] = "params"
         strategy = GPipeStrategy(**arguments)
     devices = (stages or 1) * (made.replicas if stages else 1)
-    trainer(devices=devices, strategy=strategy, **options).fit(module)
-    return module.state_dict()
+    run = trainer(devices=devices, strategy=strategy, **options)
+    run.fit(module)
+    return {**module.state_dict(), **run.callback_metrics}
 
 
 def try_out(made: Configuration) -> str | None:

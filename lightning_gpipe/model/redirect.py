@@ -140,7 +140,8 @@ def refuse_checkpointed() -> None:
         RuntimeError: If the running call is one.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+    source = torch.utils.checkpoint.__file__
+    while frame is not None and frame.f_code.co_filename != source:
         frame = frame.f_back
     if frame is not None:
         raise RuntimeError(
