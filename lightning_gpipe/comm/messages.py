@@ -36,6 +36,7 @@ Kind: TypeAlias = Literal[
     "costs",
     "lent weights",
     "trial",
+    "order of parameters",
     "seed",
     "partition",
     "shared state",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from lightning_gpipe.model.remote import on_meta, tensors_in
@@ -38,6 +40,37 @@ class Outlines:
             return known
 
 
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    return F.gaussian_nll_loss(input, target, 1.0, full, eps, reduction)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    samples = log_probs.shape[1:2] if log_probs.dim() == 3 else ()
+    return log_probs.new_empty(samples if reduction == "none" else ())
+
+
+#: In place of functions that read values, or that the meta device doesn't have.
+_INSTEAD: dict[Any, Callable[..., Tensor]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.ctc_loss: _ctc_loss,
+}
+
+
 def _kind_of(value: Any) -> Any:
     """What tells arguments apart, but the values of tensors."""
     if isinstance(value, Tensor):
@@ -53,6 +86,7 @@ def _kind_of(value: Any) -> Any:
 
 def _outline(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function on the meta device, which autocast doesn't know."""
+    func = _INSTEAD.get(func, func)
     try:
         return func(*args, **kwargs)
     except RuntimeError:

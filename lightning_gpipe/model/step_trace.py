@@ -8,6 +8,7 @@ depends on that number alone, so it doesn't matter which stages run it.
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,10 @@ _DRAWS = re.compile(
     r"rand|normal|uniform|bernoulli|multinomial|dropout|poisson|cauchy|exponential|geometric|gumbel"
     r"|rrelu|attention|lstm|gru|rnn|orthogonal"
 )
+#: Modules that ask whether all values are valid, and go on if they are.
+_CHECKS = {
+    "torch.distributions." + name for name in ("distribution", "geometric", "continuous_bernoulli")
+}
 _WITHOUT_GRADIENT = {"detach", "detach_"}
 #: Functions that change their second and third argument, if they are given.
 _MOVE_STATISTICS = {"batch_norm", "instance_norm"}
@@ -217,8 +222,7 @@ class StepTrace(TorchFunctionMode):
     def forget(self) -> None:
         """Let go of a mini-batch; what was told is everywhere."""
         for made in self._made.values():
-            tensor = made()
-            if tensor is not None:
+            if (tensor := made()) is not None:
                 set_origin(tensor, None)
         self._made.clear()
         self._kept.clear()
@@ -236,8 +240,7 @@ class StepTrace(TorchFunctionMode):
         self._count(name)
         tensors = tensors_in((args, kwargs))
         written = self._views.written(name, args, kwargs)
-        places = [where for where in map(self._where, tensors) if where is not None]
-        where = frozenset.intersection(*places) if places else None
+        where = self.where(tensors)
         if where is not None and not where:
             raise NotHere(_apart(name, tensors, self._where))
         is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in tensors)
@@ -251,6 +254,8 @@ class StepTrace(TorchFunctionMode):
                 self.keep(tensors_in(result))
         elif is_kept:
             raise NotHere(_KEPT.format(name=name, stage=self.stage))
+        elif name == "__bool__" and sys._getframe(1).f_globals.get("__name__") in _CHECKS:
+            return True  # the stage that has them looks
         else:
             result = self._remotely(func, name, args, kwargs, tensors, where)
         if where is not None or self.uses is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
@@ -104,6 +104,41 @@ def adopt(
             if not is_kept(parameter, placement, shards):
                 del optimizer.state[parameter]
         state_to(optimizer, device)
+
+
+def order_as_on_first_rank(
+    optimizers: Sequence[Optimizer], module: nn.Module, groups: Groups
+) -> None:
+    """Let each parameter group have the order of rank 0's. Collective over all ranks.
+
+    Checkpoints and replicas tell parameters by their places, and a group that is made of a set has
+    another order in every process.
+
+    Args:
+        optimizers: Those of the run.
+        module: The user's module.
+        groups: The ranks.
+
+    Raises:
+        ValueError: If a group has other parameters than rank 0's.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    own = [
+        [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    first = groups.decide("order of parameters", lambda: own)
+    for optimizer, own_groups, first_groups in zip(optimizers, own, first, strict=True):
+        if [sorted(group) for group in own_groups] != [sorted(group) for group in first_groups]:
+            raise ValueError(
+                f"The parameter groups of {type(optimizer).__name__} are other ones on rank"
+                f" {groups.ranks[groups.stage]} than on rank 0. Let configure_optimizers make the"
+                " same groups in every process: keep names in lists or dicts, whose order is the"
+                " same everywhere, as that of sets isn't."
+            )
+        for group, order in zip(optimizer.param_groups, first_groups, strict=True):
+            place = {name: i for i, name in enumerate(order)}
+            group["params"].sort(key=lambda p, place=place: place[names.get(p, "")])
 
 
 def hold(optimizer: Optimizer, state: dict[str, Any]) -> None:

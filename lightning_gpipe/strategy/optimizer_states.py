@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.state.optimizers import order_as_on_first_rank
 from lightning_gpipe.state.stored import Stored
 
 
@@ -23,6 +24,15 @@ class OptimizerStates:
     def __init__(self, pipeline: PipelinedModule) -> None:
         self._pipeline = pipeline
         self._waiting: tuple[Sequence[Optimizer], Sequence[dict[str, Any]]] | None = None
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers hold the state that this rank keeps alone. Collective over all ranks.
+
+        Raises:
+            ValueError: If they have other parameters than rank 0's.
+        """
+        order_as_on_first_rank(optimizers, self._pipeline.module, self._pipeline.groups)
+        self._pipeline.adopt_optimizers()
 
     def load(self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
         """Load this stage's part of the optimizers' state.

@@ -158,7 +158,7 @@ class Run:
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
             refusals.refuse_to_shard(optimizers)
         self._undo.enter_context(step_draws.refused(optimizers, self._world.groups))
-        self.pipeline.adopt_optimizers()
+        self.optimizer_states.adopt(optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become None in a copy of the Trainer, which is outside of the run."""

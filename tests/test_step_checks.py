@@ -1,0 +1,90 @@
+"""Losses whose functions look at values, with steps of micro-batches: the stage with them looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Geometric, Independent, Normal, kl_divergence
+from torch.nn import functional
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import RankError, run_ranks
+from tests.training import train
+
+HALF = models.WIDTH // 2
+
+
+def gaussian(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return functional.gaussian_nll_loss(mean, y[:, :HALF], spread.exp())
+
+
+def one_variance(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    losses = functional.gaussian_nll_loss(mean, y[:, :HALF], spread[:, :1].exp(), reduction="none")
+    return losses.mean()
+
+
+def ctc(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    logits = mean.expand(4, *mean.shape).log_softmax(2)
+    targets, lengths = torch.ones(len(y), 2, dtype=torch.long), torch.full((len(y),), 4)
+    return functional.ctc_loss(logits, targets, lengths, lengths - 2, reduction="none").mean()
+
+
+def normal(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return -Normal(mean, spread.exp()).log_prob(y[:, :HALF]).mean()
+
+
+def categorical(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return -Categorical(logits=mean).log_prob(y[:, :HALF].argmax(1)).mean()
+
+
+def geometric(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return -Geometric(probs=mean.sigmoid()).log_prob(y[:, :HALF].abs().round()).mean()
+
+
+def divergence(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    prior = Independent(Normal(torch.zeros_like(mean), torch.ones_like(mean)), 1)
+    return kl_divergence(Independent(Normal(mean, spread.exp()), 1), prior).mean()
+
+
+LOSSES = [gaussian, one_variance, ctc, normal, categorical, geometric, divergence]
+
+
+class Module(models.Module):
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.of = loss
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, spread = self(x).chunk(2, 1)
+        return self.of(mean, spread, y)
+
+
+def fit(stages: int, loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    strategy: Any = GPipeStrategy(chunks=2, step="micro-batch") if stages else "auto"
+    return train(Module(loss), max_steps=3, devices=max(stages, 1), strategy=strategy)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_equal_a_plain_trainers(loss: Callable[..., Tensor]) -> None:
+    found = run_ranks(fit, 2, 2, loss)[0]
+    torch.testing.assert_close(found, run_ranks(fit, 1, 0, loss)[0], rtol=0, atol=1e-12)
+
+
+def negative_variance(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return functional.gaussian_nll_loss(mean, y[:, :HALF], -spread.exp())
+
+
+def no_number(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return normal(mean * torch.nan, spread, y)
+
+
+@pytest.mark.parametrize("loss", [negative_variance, no_number])
+def test_values_that_are_not_valid_are_an_error(loss: Callable[..., Tensor]) -> None:
+    with pytest.raises(RankError, match=r"ValueError: [^\n]*(negative entry|invalid values)"):
+        run_ranks(fit, 2, 2, loss)
