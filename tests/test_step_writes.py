@@ -120,6 +120,25 @@ class Weighs(Names):
         return ((self(x) - y).square().mean(1) * weights).mean()
 
 
+class Beside(Names):
+    """Has something beside the samples that is as long as the last batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, beside = batch
+        assert beside["classes"] == ["a", "b", "c"]
+        out = self(x)[:, :3] + beside["prior"]
+        return functional.mse_loss(out, y[:, :3])
+
+    def train_dataloader(self) -> Any:
+        prior = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+
+        def collate(rows: list[Any]) -> Any:
+            x, y = (torch.stack([row[i] for row in rows]) for i in (0, 1))
+            return x, y, {"prior": prior, "classes": ["a", "b", "c"]}
+
+        return DataLoader(super().train_dataloader().dataset[:15], SIZE, collate_fn=collate)
+
+
 def trained(kind: type[Names], stages: int, chunks: int) -> dict[str, Any]:
     """Train, on a plain Trainer if there are no stages."""
     options: dict[str, Any] = {"devices": 1}
@@ -144,6 +163,7 @@ def trained(kind: type[Names], stages: int, chunks: int) -> dict[str, Any]:
         (Hooked, 3),
         (Checkpointed, 3),
         (Weighs, 3),
+        (Beside, 3),
     ],
 )
 def test_as_a_plain_trainer(kind: type[Names], chunks: int, stages: int) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gpipe.model.remote import told
+
+#: The indices, keys and names of fields that lead to something in a batch.
+Place: TypeAlias = tuple[Any, ...]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -27,7 +30,9 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-def split_batch(batch: Any, chunks: int) -> tuple[list[Any], list[int]]:
+def split_batch(
+    batch: Any, chunks: int, whole: set[Place] | None = None
+) -> tuple[list[Any], list[int]]:
     """Split a batch along dimension 0.
 
     The first tensor that has a dimension tells the number of samples N. Tensors whose first
@@ -38,6 +43,8 @@ def split_batch(batch: Any, chunks: int) -> tuple[list[Any], list[int]]:
     Args:
         batch: What the data loader gives: tensors in lists, tuples, mappings and dataclasses.
         chunks: M, the number of micro-batches wanted.
+        whole: Where batches of the same loader have had something that wasn't split, which isn't
+            split however long it is; what this batch has of that is added.
 
     Returns:
         The micro-batches, and their numbers of samples. They differ by one at most.
@@ -64,7 +71,8 @@ def split_batch(batch: Any, chunks: int) -> tuple[list[Any], list[int]]:
     sizes = [samples // count + (m < samples % count) for m in range(count)]
     ends = [sum(sizes[: m + 1]) for m in range(count)]
     rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return [_rows(batch, part, samples) for part in rows], sizes
+    whole = set() if whole is None else whole
+    return [_rows(batch, part, samples, whole) for part in rows], sizes
 
 
 def _check_ragged(batch: Any) -> None:
@@ -82,18 +90,27 @@ def _check_ragged(batch: Any) -> None:
                 )
 
 
-def _rows(value: Any, part: slice, samples: int) -> Any:
+def _rows(value: Any, part: slice, samples: int, whole: set[Place], *place: Any) -> Any:
+    """The rows of a micro-batch; ``place`` says where in the batch the value stands."""
     if isinstance(value, Tensor):
-        return value[part] if value.ndim and value.shape[0] == samples else value
+        if value.ndim and value.shape[0] != samples:
+            whole.add(place)
+        return value[part] if value.ndim and place not in whole else value
     if isinstance(value, (list, tuple)):
-        if len(value) == samples and _is_per_sample(value):
-            return value[part]
-        return _rebuilt(value, [_rows(item, part, samples) for item in value])
+        if _is_per_sample(value):
+            if len(value) != samples:
+                whole.add(place)
+            return value if place in whole else value[part]
+        items = [_rows(item, part, samples, whole, *place, i) for i, item in enumerate(value)]
+        return _rebuilt(value, items)
     if isinstance(value, Mapping):
-        return _rebuilt(value, {key: _rows(item, part, samples) for key, item in value.items()})
+        rows = {key: _rows(item, part, samples, whole, *place, key) for key, item in value.items()}
+        return _rebuilt(value, rows)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if field.init)
-        rows = {name: _rows(getattr(value, name), part, samples) for name in fields}
+        rows = {
+            name: _rows(getattr(value, name), part, samples, whole, *place, name) for name in fields
+        }
         return dataclasses.replace(value, **rows)
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import _lightning
-from lightning_gpipe.strategy.batches import merge, split_batch, tensors_of, weighted_mean
+from lightning_gpipe.strategy.batches import Place, merge, split_batch, tensors_of, weighted_mean
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
 
@@ -68,6 +69,7 @@ class MicroBatchSteps:
         self._trainer, self._pipeline = trainer, pipeline
         self._log: StepLog | None = None
         self._evaluations = 0
+        self._whole = defaultdict[tuple[Any, ...], set[Place]](set)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -100,7 +102,7 @@ class MicroBatchSteps:
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
         self.metrics.begin()
-        parts, sizes = split_batch(batch, self._pipeline.chunks)
+        parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[("training",)])
         steps = _MiniBatch(step, parts, rest, self.metrics)
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
@@ -123,7 +125,8 @@ class MicroBatchSteps:
             return result
         self._evaluations += 1
         self.metrics.begin()
-        parts, sizes = split_batch(batch, self._pipeline.chunks)
+        loader = kind, *rest[1:]
+        parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[loader])
         steps = _MiniBatch(step, parts, rest, self.metrics)
         self._log = steps.log
         try:
