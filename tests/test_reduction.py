@@ -89,6 +89,8 @@ SUMS: dict[str, Any] = {
     "of squares": lambda _, x, y: F.mse_loss(x, F.one_hot(y, CLASSES).float(), reduction="sum"),
     "by a small factor": lambda _, x, y: F.cross_entropy(x, y) + 1e-3 * x.square().sum(),
     "by a product": lambda _, x, y: each(x, y) @ x.detach()[:, 0].softmax(0),
+    "by the mini-batch": lambda _, x, y: F.cross_entropy(x, y, reduction="sum") / SAMPLES,
+    "by the mini-batch's elements": lambda _, x, y: x.square().sum() / (SAMPLES * CLASSES),
     "in a dict": lambda _, x, y: {"loss": x.square().sum((0, 1))},
 }
 MEANS: dict[str, Any] = {
@@ -96,7 +98,19 @@ MEANS: dict[str, Any] = {
     "of sums": lambda _, x, y: x.square().sum(1).mean(),
     "by the number": lambda _, x, y: each(x, y).sum() / len(x),
     "by a factor": lambda _, x, y: x.square().sum() * (1 / x.numel()),
-    "of features": lambda _, x, y: x.mean(0).square().sum(),
+    "of features": lambda m, x, y: (x.square().mean(0) * m.net[2].bias.exp()).sum(),
+    "of each sample's softmax": lambda _, x, y: (
+        sum((x[i].softmax(0) * x[i].sort(0)[0])[:4].std(0) for i in range(len(x))) / len(x)
+    ),
+    "of two views again": lambda _, x, y: (
+        F.mse_loss(*torch.cat([x, 2 * x]).chunk(2)) + torch.cat([x, x])[: len(x)].mean()
+    ),
+    "over time first": lambda _, x, y: (
+        x.view(-1, 4, 2).transpose(0, 1).softmax(0) * x.view(-1, 4, 2).transpose(0, 1)
+    ).mean(),
+    "of classes of a head": lambda m, x, y: F.cross_entropy(x @ m.net[2].weight[:, :8].T, y),
+    "by tokens": lambda _, x, y: x.square().sum() / x.numel(),
+    "of differences to features": lambda _, x, y: (x[:, :, None] - x[:, None]).square().mean(),
     "of terms": lambda _, x, y: torch.stack([each(x, y).mean(), x.square().mean()]).sum(),
     "by a variance": lambda _, x, y: x.square().mean() / x.detach().var(),
     "of no nan": lambda _, x, y: torch.nansum(each(x, y)),  # nothing can be told
@@ -154,6 +168,24 @@ CURVED: dict[str, tuple[str, Any]] = {
         lambda _, x, y: torch.cdist(x, 2 * x, 2.0, "use_mm_for_euclid_dist").mean(),
     ),
     "distances of all": ("pdist", lambda _, x, y: F.pdist(x).mean()),
+    "means of features": ("pow", lambda _, x, y: x.mean(0).square().sum()),
+    "an entropy": ("log", lambda _, x, y: (x.softmax(1).mean(0).log() / 3).sum()),
+    "centred ones": ("pow", lambda _, x, y: (x - x.mean(0)).square().mean()),
+    "standard deviations": ("std", lambda _, x, y: (1 - x.std(0)).relu().mean()),
+    "variances": ("var", lambda _, x, y: x.var(0).mean()),
+    "the hardest": ("topk", lambda _, x, y: each(x, y).topk(2)[0].mean()),
+    "a median": ("median", lambda _, x, y: each(x, y).median()),
+    "sums so far": ("cumsum", lambda _, x, y: each(x, y).cumsum(0).mean()),
+    "risks": ("logcumsumexp", lambda _, x, y: (x[:, 0].logcumsumexp(0) - x[:, 0]).mean()),
+    "a softmax of samples": ("logsoftmax", lambda _, x, y: x.log_softmax(0).mean()),
+    "keys without a gradient": ("matmul", lambda _, x, y: (x @ x.detach().T).logsumexp(1).mean()),
+    "another tower": (
+        "matmul",
+        lambda m, x, y: F.cross_entropy(m.net[2].weight.T[: len(x)] * 2 @ x.T, y % 4),
+    ),
+    "differences of all": ("sub", lambda _, x, y: (x[:, None] - x[None]).square().mean()),
+    "halves": ("slice", lambda _, x, y: F.mse_loss(x[: len(x) // 2], x[len(x) // 2 :])),
+    "chunks": ("split", lambda _, x, y: F.mse_loss(*x.chunk(2))),
     "a bound": ("clamp", lambda _, x, y: F.cross_entropy(x, y).clamp(min=0.5)),
 }
 

@@ -10,6 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.engine.mixing import (
+    is_of_one_sample,
+    mixing,
+    shape_of,
+    sums_samples,
+)
 from lightning_gpipe.engine.running import Outcome, Running
 
 _SUM = 2  # as losses note their reductions
@@ -44,6 +50,7 @@ class Reductions:
     _has_sum: bool = False
     _curve: str = ""  # the operation that makes it no mean
     _counts: dict[int, list[float]] = field(default_factory=dict)
+    _shares: dict[int, list[float]] = field(default_factory=dict)  # divisors of sums, per element
 
     def look(self, m: int, samples: int, outcome: Outcome) -> None:
         """Look at a micro-batch's loss, before its backward.
@@ -56,11 +63,13 @@ class Reductions:
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
             return
-        counts, of_output = list[float](), _made_of(self.root, loss.grad_fn)
-        for node, of_samples in _reductions(loss.grad_fn, samples, counts.append):
+        counts, shares = list[float](), list[float]()
+        of_output = _made_of(self.root, loss.grad_fn)
+        for node, of_samples in _reductions(loss.grad_fn, samples, counts.append, shares.append):
             if of_samples and node in of_output:
                 self._has_sum = True
         self._counts[m] = counts
+        self._shares[m] = shares
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output)
 
@@ -73,7 +82,7 @@ class Reductions:
         self._counts.clear()
         if running.weighting.is_given or len(counts) == 1:
             return
-        if self._has_sum:
+        if self._has_sum or self._are_shares(running.sizes):
             warnings.warn(
                 "The loss seems to be a sum over samples. With step='micro-batch' it becomes the"
                 f" mean of the {len(counts)} micro-batches' losses, which is 1/{len(counts)} of the"
@@ -98,6 +107,13 @@ class Reductions:
                 " loss is the mean over all of them.",
                 stacklevel=2,
             )
+
+    def _are_shares(self, sizes: Sequence[int]) -> bool:
+        """Whether sums are divided by the number of samples of the mini-batch."""
+        return all(
+            sum(sizes) in self._shares[m] and size not in self._shares[m]
+            for m, size in enumerate(sizes)
+        )
 
 
 def _made_of(leaf: Tensor, node: Any) -> set[Any]:
@@ -134,11 +150,9 @@ def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
         samples: How many there are.
         of_output: The nodes that compute with the backbone's output.
     """
-    for each in of_output:
-        if _pairs(each, samples, of_output):
-            return "matmul"
-        if _mixes(each, samples):
-            return str(each.name().partition("Backward")[0].lower())
+    mixed = mixing(samples, of_output)
+    if mixed:
+        return mixed
     for scalar in _scalars(node, of_output, (*_THROUGH, "Div")):
         name = scalar.name().partition("Backward")[0]
         theirs = [following in of_output for following, _ in scalar.next_functions]
@@ -148,47 +162,11 @@ def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
             reductions = [
                 node
                 for node in _scalars(scalar, of_output, ("",))
-                if _sums_samples(node, samples) and not _is_of_one_sample(node, of_output)
+                if sums_samples(node, samples) and not is_of_one_sample(node, of_output)
             ]
             if reductions:
                 return str(name.lower())
     return ""
-
-
-def _pairs(node: Any, samples: int, of_output: Collection[Any]) -> bool:
-    """Whether a product of matrices is one of each sample with each, or sums products up."""
-    is_product = node.name().startswith(("MmBackward", "BmmBackward"))
-    if not is_product or not all(n in of_output for n, _ in node.next_functions):
-        return False
-    left, right = _shape_of(node, "self"), _shape_of(node, "mat2")
-    if not left or not right or math.prod(left[:-2]) > 1:
-        return False
-    is_of_pairs = left[-2] % samples == 0 and left[-2] == right[-1]
-    return (is_of_pairs or left[-1] == samples) and not _is_of_one_sample(node, of_output)
-
-
-def _mixes(node: Any, samples: int) -> bool:
-    """Whether an operation puts samples beside others, or compares them."""
-    name = node.name()
-    if name.startswith(("RollBackward", "FlipBackward")):  # 0 dimensions roll all as one
-        return not node._saved_dims or 0 in _signed(node._saved_dims)
-    if name.startswith(("CdistBackward", "EuclideanDistBackward")):
-        left, right = _shape_of(node, "x1"), _shape_of(node, "x2")
-        return len(left) == len(right) == 2 and left[0] == right[0] and left[0] % samples == 0
-    return bool(name.startswith("PdistBackward"))
-
-
-def _is_of_one_sample(node: Any, of_output: Collection[Any]) -> bool:
-    """Whether a node computes with a row of the output, as in a loop over the samples."""
-    left, seen = [node], {node}
-    while left:
-        node = left.pop()
-        if node.name().startswith(("Select", "Unbind")) and node._saved_dim == 0:
-            return True
-        fresh = {n for n, _ in node.next_functions if n in of_output and n not in seen}
-        seen |= fresh
-        left += fresh
-    return False
 
 
 def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Iterator[Any]:
@@ -211,7 +189,10 @@ def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Ite
 
 
 def _reductions(
-    node: Any, samples: int, count: Callable[[float], None]
+    node: Any,
+    samples: int,
+    count: Callable[[float], None],
+    share: Callable[[float], None],
 ) -> Sequence[tuple[Any, bool]]:
     """The nodes that make scalars of a loss's elements, and whether they sum samples up.
 
@@ -219,6 +200,7 @@ def _reductions(
         node: The loss's.
         samples: How many there are.
         count: Takes the number that a mean or a quotient divides by.
+        share: Takes the number that a sum over samples is divided by, for each element of a sample.
     """
     found, left, seen = [], [node], {node}
     while left:
@@ -230,13 +212,15 @@ def _reductions(
             if reduction != _SUM and total is not None:
                 count(float(total))
         elif name.startswith(("SumBackward", "DotBackward")):
-            found.append((node, _sums_samples(node, samples)))
+            found.append((node, sums_samples(node, samples)))
         elif name.startswith("Div"):
             divisor, divided = _factor(node), node.next_functions[0][0]
             is_sum = divided is not None and divided.name().startswith("SumBackward")
-            by_weights = is_sum and _sums_samples(divided, samples) and math.isfinite(divisor)
+            by_weights = is_sum and sums_samples(divided, samples) and math.isfinite(divisor)
             if by_weights or divisor.is_integer():
                 count(divisor)
+            for number in _divided(divided, samples):
+                share(divisor / number)
         elif name.startswith(_THROUGH) and not _is_share(name, node, samples):
             for following, _ in node.next_functions:
                 if following is not None and following not in seen and _is_scalar(following):
@@ -245,29 +229,14 @@ def _reductions(
     return found
 
 
-def _sums_samples(node: Any, samples: int) -> bool:
-    """Whether the first dimension of what is summed up, or reduced, seems to be the samples'."""
-    shape = _shape_of(node) or _shape_of(node, "tensor")  # the other factor of a product
-    dims = getattr(node, "_saved_dim", None)
-    dims = [dims] if isinstance(dims, int) else dims
-    sums_first = not dims or any(d % max(len(shape), 1) == 0 for d in _signed(dims))
-    if samples < 2 or not shape or not sums_first:
-        return False
-    # samples by tokens, and no square of features
-    is_flat = len(shape) > 1 and shape[0] % samples == 0 and shape[0] != shape[1]
-    return bool(is_flat or shape[0] == samples)
-
-
-def _shape_of(node: Any, name: str = "self") -> list[int]:
-    """The shape of an operation's input, as far as its node keeps it."""
-    sizes = getattr(node, f"_saved_{name}_sym_sizes", None)
-    if sizes is not None:
-        return [*sizes]
-    try:
-        kept = getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # it was changed in place since, or isn't kept any more
-        return []
-    return [*kept.shape] if isinstance(kept, Tensor) else []
+def _divided(node: Any, samples: int) -> set[float]:
+    """How many elements of each sample a sum may be of; nothing: it is none over samples."""
+    shape = shape_of(node) if node is not None else []
+    is_sum = getattr(node, "_saved_reduction", None) == _SUM
+    is_sum = is_sum or (node is not None and node.name().startswith("SumBackward"))
+    if not is_sum or not shape or shape[0] % samples:
+        return set()
+    return {1.0, shape[0] / samples, math.prod(shape) / samples}
 
 
 def _factor(node: Any) -> float:
@@ -280,13 +249,9 @@ def _is_share(name: str, node: Any, samples: int) -> bool:
     """Whether an operation multiplies by one over the number of samples, or of what is summed."""
     factor = _factor(node) if name.startswith("Mul") else 0.0
     number = 1 / factor if factor else 0.0
-    summed = [math.prod(_shape_of(n)) for n, _ in node.next_functions if n is not None]
+    summed = [math.prod(shape_of(n)) for n, _ in node.next_functions if n is not None]
     # a half is in many a formula
     return number > 2 and any(math.isclose(number, count) for count in (samples, *summed))
-
-
-def _signed(dims: Sequence[int]) -> list[int]:
-    return [d - 2**64 if d >= 2**63 else d for d in dims]
 
 
 def _is_scalar(node: Any) -> bool:
