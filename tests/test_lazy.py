@@ -543,3 +543,67 @@ def test_parts_are_saved_and_loaded_where_they_are_held(tmp_path: Path) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-10, msg=name)
         torch.testing.assert_close(file[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+FILLED: dict[str, Callable[[Tensor], Any]] = {
+    "drawn": lambda t: t.normal_(),
+    "set": lambda t: nn.init.constant_(t, 3),
+    "by another name": lambda t: torch.eye(4, out=t),
+    "copied": lambda t: t.copy_(torch.ones(4, 4)),
+    "in two steps": lambda t: t.zero_()[1:].uniform_(),
+}
+UNFILLED: dict[str, Callable[[Tensor], Any]] = {
+    "left": lambda t: None,
+    "in part": lambda t: t[1:].normal_(),
+    "of itself": lambda t: t.mul_(2),
+    "of another": lambda t: t.copy_(torch.empty(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", [*FILLED, *UNFILLED])
+@pytest.mark.parametrize("make", [torch.empty, torch.Tensor.new_empty, torch.empty_like])
+def test_memory_that_nothing_was_written_to_has_no_known_values(make: Any, name: str) -> None:
+    recording = Recording()
+    with recording.building():
+        made = make(4, 4) if make is torch.empty else make(torch.zeros(4, 4), *_shape(make))
+        {**FILLED, **UNFILLED}[name](made)
+    assert (recording.view(made) is not None) == (name in FILLED)
+
+
+def _shape(make: Any) -> tuple[Any, ...]:
+    return ((4, 4),) if make is torch.Tensor.new_empty else ()
+
+
+class Unwritten(models.Around):
+    """Moves a table to memory of its own only where it believes to have one."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "backbone"):
+            super().build()
+            made = torch.ones(models.WIDTH)
+            table = made if made.untyped_storage().data_ptr() else torch.empty_like(made)
+            self.register_buffer("table", table)
+            self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x * self.table)
+        return out
+
+
+def unwritten(stages: int) -> tuple[dict[str, Tensor], list[str]]:
+    torch.manual_seed(4)
+    strategy: Any = GPipeStrategy(2) if stages else "auto"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run, module = trainer(devices=max(stages, 1), max_steps=2, strategy=strategy), Unwritten()
+        run.fit(module)
+    return module.state_dict(), [str(each.message) for each in found]
+
+
+def test_a_model_with_memory_that_was_not_written_is_built_on_the_host() -> None:
+    (found, told), (expected, _) = run_ranks(unwritten, 2, 2)[0], run_ranks(unwritten, 1, 0)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert any("values of 'table' of Unwritten can't be recorded" in text for text in told)

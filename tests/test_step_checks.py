@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical, Geometric, Independent, Normal, kl_divergence
 from torch.nn import functional
 
@@ -51,7 +51,11 @@ def divergence(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
     return kl_divergence(Independent(Normal(mean, spread.exp()), 1), prior).mean()
 
 
-LOSSES = [gaussian, one_variance, ctc, normal, categorical, geometric, divergence]
+def attention(*_: Tensor) -> Tensor:
+    raise NotImplementedError  # Attends has a loss of its own
+
+
+LOSSES = [attention, gaussian, one_variance, ctc, normal, categorical, geometric, divergence]
 
 
 class Module(models.Module):
@@ -64,10 +68,25 @@ class Module(models.Module):
         return self.of(mean, spread, y)
 
 
+class Attends(Module):
+    """Attention behind the backbone, of which no weights are wanted: it returns None beside."""
+
+    def build(self) -> None:
+        super().build()
+        self.attention = nn.MultiheadAttention(models.WIDTH, 2, batch_first=True)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self(x)[:, None]
+        found, nothing = self.attention(hidden, hidden, hidden, need_weights=False)
+        assert nothing is None
+        return functional.mse_loss(found[:, 0], y)
+
+
 def fit(stages: int, loss: Callable[..., Tensor]) -> dict[str, Tensor]:
     torch.manual_seed(3)
     strategy: Any = GPipeStrategy(chunks=2, step="micro-batch") if stages else "auto"
-    return train(Module(loss), max_steps=3, devices=max(stages, 1), strategy=strategy)
+    module = Attends(loss) if loss is attention else Module(loss)
+    return train(module, max_steps=3, devices=max(stages, 1), strategy=strategy)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

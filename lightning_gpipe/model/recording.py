@@ -22,6 +22,16 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatte
 from lightning_gpipe.tensors.random_state import preserved
 
 _HOST = torch.device("cpu")
+#: Operations whose results have no values yet.
+_WITHOUT_VALUES = {
+    *("empty", "empty_like", "empty_permuted", "empty_quantized", "empty_strided"),
+    *("new_empty", "new_empty_strided", "resize", "resize_"),
+}
+#: Operations that set all that they are given, whatever was there.
+_SETTING = {
+    *("bernoulli_", "cauchy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_"),
+    *("random_", "uniform_", "zero_"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,7 @@ class Recording(TorchDispatchMode):
         view, (_, structure) = View.of(tensor), tree_flatten(((), {}))
         dtype = torch.get_default_dtype()
         self._operations.append(_Operation(read, (), structure, (view,), None, dtype))
+        self._made.add(view.storage)
         self._note([tensor], [], is_unknown=False, replaces=False)
 
     def view(self, tensor: Tensor) -> View | None:
@@ -174,6 +185,7 @@ class Recording(TorchDispatchMode):
         outputs = [tensor for tensor in _tensors(result) if tensor.is_meta]
         made = [t for t in outputs if t.untyped_storage()._cdata not in known]
         changed = [tensor for tensor in written if tensor.is_meta]
+        name = func.overloadpacket.__name__
         if made or changed:
             is_unknown = (is_random and not self._draws) or not known.isdisjoint(self._random)
             views = tuple(View.of(tensor) for tensor in outputs)
@@ -181,8 +193,14 @@ class Recording(TorchDispatchMode):
             dtype = torch.get_default_dtype()
             self._operations.append(_Operation(func, kept, structure, views, state, dtype))
             is_copy = func is torch.ops.aten.copy_.default and _shows_all(inputs[0])
+            sets = name in _SETTING or func._overloadname.endswith("out")
+            whole = [t for t in changed if sets and _shows_all(t)]
             if is_copy and self.view(inputs[1]):
-                self._made.add(inputs[0].untyped_storage()._cdata)
+                whole.append(inputs[0])
+            needs = [] if name.endswith("_like") or name.startswith("new_") else [*known]
+            if name not in _WITHOUT_VALUES and self._made.issuperset(needs):
+                whole += made
+            self._made.update(tensor.untyped_storage()._cdata for tensor in whole)
             self._note(made, changed, is_unknown, replaces=is_copy and not inputs[1].is_meta)
         return result
 
@@ -209,10 +227,9 @@ class Recording(TorchDispatchMode):
         for tensor in (*made, *changed):
             key = tensor.untyped_storage()._cdata
             if replaces:
+                self._made.add(key)
                 self._writers[key] = []
                 self._random.discard(key)
-            if replaces or any(tensor is other for other in made):
-                self._made.add(key)
             if is_unknown and not replaces:
                 self._random.add(key)
             self._writers.setdefault(key, []).append(len(self._operations) - 1)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -164,7 +165,7 @@ class StepTrace(TorchFunctionMode):
         """
         self._count(name)
         for i, tensor in enumerate(results):
-            self._note(tensor, Origin(self._number(i), where))
+            self._note(tensor, Origin(Number(self._micro_batch, self._calls, i), where))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that only this stage has, and of which the others don't know."""
@@ -283,7 +284,7 @@ class StepTrace(TorchFunctionMode):
             made += [t for t in tensors[1:3] if not isinstance(t, nn.Parameter)]
         for i, tensor in enumerate(made):
             if where is not None:
-                self._note(tensor, Origin(self._number(i), where))
+                self._note(tensor, Origin(Number(self._micro_batch, self._calls, i), where))
             if of and id(tensor) not in (self.uses.parameters if self.uses else ()):
                 tensor.__dict__[_OF] = of
 
@@ -299,9 +300,6 @@ class StepTrace(TorchFunctionMode):
         if origin is None and (base := self._views.base_of(tensor)) is not None:
             origin = origin_of(base)
         return origin.where if origin is not None else self.holders(tensor)
-
-    def _number(self, output: int) -> Number:
-        return Number(self._micro_batch, self._calls, output)
 
     def _note(self, tensor: Tensor, origin: Origin) -> None:
         set_origin(tensor, origin)
@@ -321,27 +319,32 @@ class StepTrace(TorchFunctionMode):
         device = next((d for d in _devices(args, kwargs) if d.type != "meta"), None)
         found = (device_of(tensor) for tensor in inputs)
         to = device or next((d for d in found if d.type != "meta"), self.device)
-        wants = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        keeps = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        keeps = keeps and name not in _WITHOUT_GRADIENT
         try:
             leaves, spec = self._outlines.of(func, args, kwargs)
         except NotHere:
             raise
         except Exception as error:
             raise NotHere(refusal(name, inputs[0])) from error
-        out = kwargs.get("out")
-        if out is not None:
+        if (out := kwargs.get("out")) is not None:
             if [t.shape for t in tensors_in(out)] != [leaf.shape for leaf in leaves]:
                 raise NotHere(refusal(name, inputs[0]))
             return out
         if writes(name):
-            first = args[0] if args else next(iter(kwargs.values()))
-            return first  # noted by the caller: its value is another one from now on
-        if not leaves or any(not isinstance(leaf, Tensor) or not leaf.is_meta for leaf in leaves):
+            # noted by the caller: its value is another one from now on
+            return args[0] if args else next(iter(kwargs.values()))
+        if not _are_on_meta(leaves):
             raise NotHere(refusal(name, inputs[0]))
-        keeps = wants and name not in _WITHOUT_GRADIENT
-        origin = Origin(self._number(0), where)
-        made = [RemoteTensor.like(leaf, to, origin, keeps) for leaf in leaves]
-        return tree_unflatten(made, spec)
+        origin = Origin(Number(self._micro_batch, self._calls, 0), where)
+        remote = partial(RemoteTensor.like, device=to, origin=origin, requires_grad=keeps)
+        return tree_unflatten([leaf if leaf is None else remote(leaf) for leaf in leaves], spec)
+
+
+def _are_on_meta(leaves: Iterable[Any]) -> bool:
+    """Whether leaves are tensors without values, and None, as attention returns without weights."""
+    found = [leaf for leaf in leaves if leaf is not None]
+    return bool(found) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in found)
 
 
 def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.device]:

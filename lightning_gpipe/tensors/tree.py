@@ -83,7 +83,8 @@ class Tree:
                 raise TypeError(
                     f"{what} holds a {kind} tensor, which can't be split or sent: give a dense one"
                     " (x.to_dense(), or x.to_padded_tensor(0.0) and lengths), and convert it in a"
-                    " layer."
+                    " layer. In evaluation nn.TransformerEncoder makes nested tensors of a padding"
+                    " mask: build it with enable_nested_tensor=False."
                 )
             if not isinstance(leaf, _LEAVES):
                 raise TypeError(
