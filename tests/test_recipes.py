@@ -251,15 +251,49 @@ def test_other_models_of_hugging_face(name: str) -> None:
         assert found == pytest.approx(plain, abs=1e-5)
 
 
-def hidden_states() -> None:
-    module = Family("Llama")
-    module.model.config.output_hidden_states = True
-    train(module, data("tokens"), 4, 2)
+class Records(Family):
+    """A Llama that is told to record something of its blocks.
+
+    Args:
+        what: What it records.
+        reads: Whether the step uses it.
+    """
+
+    def __init__(self, what: str, reads: bool) -> None:
+        super().__init__("Llama")
+        self.model.set_attn_implementation("eager")  # which has weights to record
+        setattr(self.model.config, f"output_{what}", True)
+        self.what, self.reads = what, reads
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.model(**batch)
+        self.log("loss", output.loss)
+        assert getattr(output, self.what) is not None
+        return output.loss + (output.hidden_states[1].mean() if self.reads else 0.0)
 
 
-def test_hidden_states_cannot_be_recorded() -> None:
-    with pytest.raises(RankError, match="The model records hidden_states of its blocks"):
-        run_ranks(hidden_states, 2)
+def recorded(stages: int, what: str, reads: bool) -> list[float]:
+    L.seed_everything(2, verbose=False)
+    return train(Records(what, reads), data("tokens"), 4, stages)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_hidden_states_that_nobody_uses_may_be_recorded(stages: int) -> None:
+    plain = recorded(0, "hidden_states", False)
+    for found in run_ranks(recorded, stages, stages, "hidden_states", False):
+        assert found == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "reads", "problem"),
+    [
+        ("hidden_states", True, "The model records hidden_states of its blocks.*and uses them"),
+        ("attentions", False, "The model records attentions of its blocks"),
+    ],
+)
+def test_what_is_recorded_cannot_be_used(what: str, reads: bool, problem: str) -> None:
+    with pytest.raises(RankError, match=problem):
+        run_ranks(recorded, 2, 2, what, reads)
 
 
 def test_every_page_is_tested() -> None:

@@ -104,10 +104,24 @@ class Logged(Hooked):
 
 
 class InputGradient(models.Around):
-    """Reads the gradient of the batch."""
+    """The batch requires a gradient, of which nobody asks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch[0].requires_grad_(), batch[1])
+
+
+class Beside(InputGradient):
+    """It goes by the backbone, too."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + (self(x) * x).mean()
+
+
+class ReadsGradient(InputGradient):
+    """Reads the gradient of the batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        batch[0].grad.sum()
 
 
 class Perturbed(models.Around):
@@ -169,8 +183,8 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
         (Balanced, 2, "AttributeError: .*Layers leave 'balance' on the stage where they run"),
         (BalancedLater, 2, "TypeError: .*Layers leave 'balance' on the stage where they run"),
-        (InputGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
-        (InputGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
+        (ReadsGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
+        (ReadsGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
         (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
         (Saliency, 2, "torch.autograd.grad through the backbone is not supported"),
@@ -206,7 +220,8 @@ def test_refused_in_steps_of_micro_batches(
 
 @pytest.mark.parametrize(
     ("kind", "stages"),
-    [(Logged, 1), (Logged, 2), (InputGradient, 1), (Perturbed, 1)]
+    [(Logged, 1), (Logged, 2), (Perturbed, 1)]
+    + [(kind, stages) for kind in (InputGradient, Beside) for stages in (1, 2, 3)]
     + [(Adversarial, stages) for stages in (1, 2, 3)],
 )
 def test_equal_to_a_plain_trainer(kind: type[models.Module], stages: int) -> None:

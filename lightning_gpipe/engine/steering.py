@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,6 +30,40 @@ _NO_GRADIENT = (
     "The loss wants no gradient: it depends neither on the backbone's output nor on any parameter"
     " that requires one. Was it detached, or computed under torch.no_grad()?"
 )
+
+
+_GRAD: Any = Tensor.grad
+
+
+class Stranger(Tensor):
+    """A tensor that requires a gradient and is no parameter of the module; no stage has all of it.
+
+    A pipeline makes it of the user's tensor, which is used like any other but for its gradient.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def grad(self) -> Any:
+        """Refused: this stage has a part of it at most."""
+        raise RuntimeError(_refusal(self))
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+
+def _refusal(stranger: Tensor) -> str:
+    return (
+        f"A tensor of shape {tuple(stranger.shape)} requires a gradient and is no parameter of the"
+        " module, so each stage would have a part of its gradient. Make it an nn.Parameter of the"
+        " module, outside the backbone: then all parts are summed. If its gradient isn't wanted,"
+        " detach it."
+    )
 
 
 class Steering:
@@ -81,6 +116,10 @@ class Steering:
         """
         sources, tokens = [tensor for tensor in inputs if tensor.requires_grad], []
         behind = Behind.of(sources)
+        if self._groups.stages > 1:
+            for leaf in behind.leaves:  # on every stage, so that none reads a part
+                if type(leaf) is Tensor and id(leaf) not in self._known_leaves:
+                    leaf.__class__ = Stranger
         problem = self._problem(behind)
         if problem is not None:
             raise RuntimeError(problem)
@@ -137,14 +176,10 @@ class Steering:
         """What is wrong with what a loss or the backbone's input depends on."""
         if (problem := self.forwards.problem(behind)) is not None:
             return problem
-        strangers = [leaf for leaf in behind.leaves if id(leaf) not in self._known_leaves]
-        if self._groups.stages > 1 and strangers:
-            return (
-                f"A tensor of shape {tuple(strangers[0].shape)} requires a gradient and is no"
-                " parameter of the module, so each stage would have a part of its gradient. Make"
-                " it an nn.Parameter of the module, outside the backbone: then all parts are"
-                " summed. If its gradient isn't wanted, detach it."
-            )
+        if self._groups.stages > 1:
+            for leaf in behind.leaves:
+                if id(leaf) not in self._known_leaves and type(leaf) is not Stranger:
+                    return _refusal(leaf)
         return None
 
     def reach(self, number: int) -> bool:

@@ -7,7 +7,6 @@ the last one runs all blocks, on all stages.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
@@ -158,15 +158,13 @@ class _Listener:
         Returns:
             A promise; from the last block its output.
         """
-        if index == 0:
-            _refuse_capturing()
-            if self._beside is None and blocks.as_tuple is not False:
-                first = next(iter(blocks._modules.values()))
-                with self._as_written(first):
-                    returned = _returned(first, args, kwargs)
-                self._beside = max(len(returned) - 1, 0)
-                self._as_tuple = len(returned) > 0
-                self._unsplit = _unsplit(returned)
+        if index == 0 and self._beside is None and blocks.as_tuple is not False:
+            first = next(iter(blocks._modules.values()))
+            with self._as_written(first):
+                returned = _returned(first, args, kwargs)
+            self._beside = max(len(returned) - 1, 0)
+            self._as_tuple = len(returned) > 0
+            self._unsplit = _unsplit(returned)
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
@@ -179,7 +177,9 @@ class _Listener:
             return (promise, *beside) if is_tuple else promise
         self._loop = None
         value, program = loop.end(self._unsplit)
-        return program.without(self._run(value, program.run), Unknown())
+        with not_capturing(next(iter(blocks._modules.values())), len(blocks._modules)):
+            output = self._run(value, program.run)
+        return program.without(output, Unknown())
 
     def _places_of(self, index: int, block: nn.Module | None) -> list[Place]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -216,14 +216,3 @@ def _unsplit(returned: tuple[Any, ...]) -> frozenset[int]:
         for i, found in enumerate(tensors)
         if any(t.dim() > 1 and len(t) != n and n in t.shape[1:] for t in found)
     )
-
-
-def _refuse_capturing() -> None:
-    """Refuse to have the blocks' outputs recorded by hooks, which see one stage's micro-batches."""
-    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(capturing, "_active_collector", None)
-    if collector is not None and collector.get():
-        raise RuntimeError(
-            f"The model records {', '.join(collector.get())} of its blocks, which are spread over"
-            " stages: leave out output_hidden_states, output_attentions and output_router_logits."
-        )
