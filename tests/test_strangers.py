@@ -124,6 +124,29 @@ class ReadsGradient(InputGradient):
         batch[0].grad.sum()
 
 
+class PreActivated(models.Around):
+    """A first layer that works in place, as in residual networks."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone.insert(0, nn.LeakyReLU(0.3, inplace=True))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.before(x)
+        assert h.shape == x.shape
+        loss = nn.functional.mse_loss(self.after(self.backbone(h)), y)
+        assert len(h) == len(x)
+        return loss
+
+
+class Residual(PreActivated):
+    """Uses what it has changed."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.before(x)
+        return nn.functional.mse_loss(h + self.backbone(h), y)
+
+
 class Perturbed(models.Around):
     """Trains with a perturbation, behind the backbone."""
 
@@ -186,6 +209,8 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
         (ReadsGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (ReadsGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
+        (Residual, 1, "The backbone's first layer changes its input in place"),
+        (Residual, 2, "The backbone's first layer changes its input in place"),
         (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
         (Saliency, 2, "torch.autograd.grad through the backbone is not supported"),
     ],
@@ -200,6 +225,7 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
     [
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
         (Hooked, 2, r"a layer or a hook has kept.*Return it with the backbone's output"),
+        (Residual, 1, "The backbone's first layer changes its input in place"),
         *(
             (kind, 2, "'add' takes values of another stage and what a layer or a hook has kept")
             for kind in (HookedFirst, Adding, Later, Circular)
@@ -221,7 +247,7 @@ def test_refused_in_steps_of_micro_batches(
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [(Logged, 1), (Logged, 2), (Perturbed, 1)]
-    + [(kind, stages) for kind in (InputGradient, Beside) for stages in (1, 2, 3)]
+    + [(kind, stages) for kind in (InputGradient, Beside, PreActivated) for stages in (1, 2, 3)]
     + [(Adversarial, stages) for stages in (1, 2, 3)],
 )
 def test_equal_to_a_plain_trainer(kind: type[models.Module], stages: int) -> None:

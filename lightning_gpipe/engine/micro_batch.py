@@ -111,7 +111,7 @@ class MicroBatch:
         if self.needs_backward and keeps_graph:
             self.roots, self._has_hooks = _roots(outputs), hooks.count() != self._hooks
         elif self.needs_backward:
-            self.stored, self._versions = inputs, _versions(inputs)
+            self.stored, self._versions = inputs, versions_of(inputs)
 
     def enter_again(self, keep_input: bool) -> Tree:
         """The input as the layers get it in a recompute.
@@ -122,7 +122,7 @@ class MicroBatch:
         Raises:
             RuntimeError: If it has changed.
         """
-        if self.stored is None or self._versions != _versions(self.stored):
+        if self.stored is None or self._versions != versions_of(self.stored):
             raise RuntimeError(
                 "The backbone's input was changed in place between its forward and its backward, so"
                 " the recomputed activations would be wrong. Change a clone of it."
@@ -255,7 +255,7 @@ def _unchanged(leaf: Any) -> Any:
     return _copied(leaf) if isinstance(leaf, Tensor) and leaf._is_view() else leaf
 
 
-def _versions(tree: Tree) -> list[int]:
+def versions_of(tree: Tree) -> list[int]:
     """Counters that move when the tensors are changed in place."""
     return [0 if t.is_inference() else t._version for t in tree.tensors()]
 

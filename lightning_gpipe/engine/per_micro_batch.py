@@ -24,6 +24,7 @@ from lightning_gpipe.engine.ends import Outlines
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
 from lightning_gpipe.engine.kept import KeptTensors
 from lightning_gpipe.engine.outside import Outside
+from lightning_gpipe.engine.overwritten import Overwrites
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
@@ -93,6 +94,7 @@ class PerMicroBatch:
         is_told = not groups.is_last or groups.replica > 0
         self._reductions = Reductions(self.outside.root, is_told)
         self._batch_norm, self._modules = batch_norm, modules
+        self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
         self._plans: dict[tuple[int, bool, bool], Plan] = {}
@@ -222,6 +224,7 @@ class PerMicroBatch:
         watch.begin_outside()
         with self._batch_norm.micro_batch(recompute=False), self.trace:
             running.outcomes[m] = outcome = running.step(m)
+        self._overwrites.forget()
         if m == len(running.sizes) - 1:
             with self.trace:
                 self._batch_norm.finish()
@@ -274,6 +277,7 @@ class PerMicroBatch:
         with self.outside.forwards.noted():
             for stage in self._rank.stages if running.is_chained else [self._anchor]:
                 self._rank.executor.do(Action(stage, "F", m), batch)
+        self._overwrites.mark(batch, given)
         if kept is not None:
             self.trace.keep(kept.new(given.tensors()))
         made = running.target.output(m) if groups.is_last else None

@@ -17,7 +17,7 @@ from lightning_gpipe.engine.autograd import no_values
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm, Seen
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch
+from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
 from lightning_gpipe.tensors.tree import Tree
 
@@ -39,6 +39,7 @@ class StageCall:
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
         written: Parameters, by their number, that forwards have changed.
+        overwritten: Tensors of a lent input, by their number, that layers change in place.
     """
 
     context: ForwardContext
@@ -52,6 +53,7 @@ class StageCall:
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
+    overwritten: set[int] = field(default_factory=set)
 
 
 class Stage:
@@ -144,8 +146,7 @@ class Stage:
             inputs: Tensors ``[n, …]`` without a graph.
             requires_grad: For each input leaf whether it wants a gradient.
             keep_graph: Whether the activations are kept; otherwise the input is.
-            is_own: Whether nobody else uses the input's memory; else it stays as it is, even if the
-                first layer works in place.
+            is_own: Whether nobody else uses the input's memory; else it stays as it is.
 
         Returns:
             The output, without a graph.
@@ -164,8 +165,9 @@ class Stage:
         ):
             enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)
-            before = _marks(given)
+            before, counts = _marks(given), [] if is_own else versions_of(given)
             outputs = self._run(m, given, call, is_once=keep_graph)
+            call.overwritten |= _moved(counts, given)
             if before and _marks(given) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
         record.end_forward(inputs, outputs, keep_graph)
@@ -316,6 +318,13 @@ _CHANGED_IN_COMMON = (
     " view of it. Between stages they are sent by themselves, so the other one would not change"
     " with it. Change a clone."
 )
+
+
+def _moved(counts: list[int], tree: Tree) -> set[int]:
+    """The tensors whose versions aren't what they were, by their number."""
+    if not counts or counts == (now := versions_of(tree)):
+        return set()
+    return {i for i, count in enumerate(now) if count != counts[i]}
 
 
 def _marks(inputs: Tree) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
+from lightning_gpipe.engine.overwritten import Overwrites
 from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
@@ -91,6 +92,7 @@ class WholeBatch:
         self._before_last: BeforeLast | None = None
         self._links, self._trial, self._executor = rank.links, rank.trial, rank.executor
         self._steering = Steering(groups, parameters)
+        self._overwrites = Overwrites()
         self._last: Callable[[], MiniBatch | None] = lambda: None
 
     @property
@@ -108,6 +110,7 @@ class WholeBatch:
         self._step = step
         self._calls_in_step = 0
         self._steering.begin_step()
+        self._overwrites.forget()
 
     # ------------------------------------------------------------------ forward
 
@@ -139,6 +142,7 @@ class WholeBatch:
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
         self._executor.end_forward(call.batch)
         if not call.wanted:
+            self._overwrites.mark(call.batch, batch)
             return output.value()
         leaves = list(output.leaves)
         joined = self._steering.join(
@@ -150,6 +154,7 @@ class WholeBatch:
         )
         for i, leaf in zip(call.wanted, joined, strict=True):
             leaves[i] = leaf
+        self._overwrites.mark(call.batch, batch)
         return output.with_leaves(leaves).value()
 
     def _plan(self, split: Split) -> Plan:
