@@ -47,8 +47,9 @@ def find_backbone(
     if not candidates:
         raise ValueError(
             f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential, or an"
-            " nn.ModuleList that the model loops over, of two or more layers to cut into stages. Build the model's body as one, for example"
-            " `self.backbone = nn.Sequential(*blocks)`, and call it in the step."
+            " nn.ModuleList that the model loops over, of two or more layers to cut into stages."
+            " Build the model's body as one, for example `self.backbone = nn.Sequential(*blocks)`,"
+            " and call it in the step."
         )
     if len(candidates) == 1:
         return next(iter(candidates))
