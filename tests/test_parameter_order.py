@@ -25,8 +25,8 @@ class Ordered(models.Around):
         return parameters
 
     def configure_optimizers(self) -> Any:
-        weights = [p for name, p in self.named_parameters() if name.endswith("weight")]
-        others = [p for name, p in self.named_parameters() if not name.endswith("weight")]
+        weights = [(name, p) for name, p in self.named_parameters() if name.endswith("weight")]
+        others = [(name, p) for name, p in self.named_parameters() if not name.endswith("weight")]
         groups = [
             {"params": self.order(weights), "weight_decay": 0.1},
             {"params": self.order(others), "lr": 0.02},
@@ -53,6 +53,8 @@ def states_of(module: L.LightningModule, optimizer: Any, state: dict[str, Any]) 
     """An optimizer's state dict by the names of parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    given = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert given == [names[p] for p in parameters]
     return {names[parameters[i]]: entries for i, entries in state["state"].items()}
 
 

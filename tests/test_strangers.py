@@ -139,6 +139,15 @@ class PreActivated(models.Around):
         return loss
 
 
+class Same(PreActivated):
+    """Gives the backbone a tensor that stays from step to step."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self, "same"):
+            self.__dict__["same"] = x.abs()
+        return nn.functional.mse_loss(self.backbone(self.same.abs_()), y)
+
+
 class Residual(PreActivated):
     """Uses what it has changed."""
 
@@ -247,7 +256,11 @@ def test_refused_in_steps_of_micro_batches(
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [(Logged, 1), (Logged, 2), (Perturbed, 1)]
-    + [(kind, stages) for kind in (InputGradient, Beside, PreActivated) for stages in (1, 2, 3)]
+    + [
+        (kind, stages)
+        for kind in (InputGradient, Beside, PreActivated, Same)
+        for stages in (1, 2, 3)
+    ]
     + [(Adversarial, stages) for stages in (1, 2, 3)],
 )
 def test_equal_to_a_plain_trainer(kind: type[models.Module], stages: int) -> None:

@@ -220,6 +220,7 @@ class WholeBatch:
         Raises:
             RuntimeError: If the loss wants no gradient.
         """
+        self._overwrites.forget()
         self._retain, self._before_last = retain, before_last
         return self._steering.steer(loss)
 

@@ -136,9 +136,19 @@ def order_as_on_first_rank(
                 " same groups in every process: keep names in lists or dicts, whose order is the"
                 " same everywhere, as that of sets isn't."
             )
-        for group, order in zip(optimizer.param_groups, first_groups, strict=True):
-            place = {name: i for i, name in enumerate(order)}
-            group["params"].sort(key=lambda p, place=place: place[names.get(p, "")])
+        for group, own_names, order in zip(
+            optimizer.param_groups, own_groups, first_groups, strict=True
+        ):
+            ranked = _ranked(own_names, order)
+            for key in ("params", "param_names"):  # the names where the optimizer was given them
+                if key in group:
+                    group[key] = [group[key][i] for i in ranked]
+
+
+def _ranked(names: Sequence[str], order: Sequence[str]) -> list[int]:
+    """The places of names, in the order in which others have them."""
+    place = {name: i for i, name in enumerate(order)}
+    return sorted(range(len(names)), key=lambda i: place[names[i]])
 
 
 def hold(optimizer: Optimizer, state: dict[str, Any]) -> None:
