@@ -35,7 +35,8 @@ def ctc(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
 
 
 def normal(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
-    return -Normal(mean, spread.exp()).log_prob(y[:, :HALF]).mean()
+    # PyTorch's compiler turns checks off for the process in which it has run
+    return -Normal(mean, spread.exp(), validate_args=True).log_prob(y[:, :HALF]).mean()
 
 
 def categorical(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
