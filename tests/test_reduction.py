@@ -31,6 +31,7 @@ class Losses(L.LightningModule):
         super().__init__()
         self.reduce = reduce
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+        self.square = nn.Parameter(torch.ones(CLASSES, SAMPLES // 4))
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Any:
         return self.reduce(self, self.net(batch[0]), batch[1])
@@ -108,6 +109,10 @@ MEANS: dict[str, Any] = {
     "over time first": lambda _, x, y: (
         x.view(-1, 4, 2).transpose(0, 1).softmax(0) * x.view(-1, 4, 2).transpose(0, 1)
     ).mean(),
+    "of a matrix of weights": lambda m, x, y: (
+        torch.einsum("nd,dk->nk", x, m.square).square().mean()
+        + (x[:, None] * m.square.T[None]).square().mean()
+    ),
     "of classes of a head": lambda m, x, y: F.cross_entropy(x @ m.net[2].weight[:, :8].T, y),
     "by tokens": lambda _, x, y: x.square().sum() / x.numel(),
     "of differences to features": lambda _, x, y: (x[:, :, None] - x[:, None]).square().mean(),

@@ -25,7 +25,10 @@ _LINEAR = (
     *("UnsafeView", "Unsqueeze", "View"),
 )
 #: Operations that show elements in another way.
-_MOVES = ("Expand", "Permute", "TBackward", "ToCopy", "Transpose", "UnsafeView", "View")
+_MOVES = (
+    *("Clone", "Expand", "Permute", "Reshape", "Squeeze", "TBackward", "ToCopy", "Transpose"),
+    *("UnsafeView", "Unsqueeze", "View"),
+)
 
 
 def mixing(samples: int, of_output: Collection[Any]) -> str:
@@ -62,24 +65,24 @@ def _pairs(node: Any, samples: int) -> bool:
     name = node.name()
     if name.startswith(("Add", "Div", "Mul", "Rsub", "Sub")):  # rows [1, N, ...] and columns
         sides = [_made(given)[:2] for given, _ in node.next_functions]
-        return [samples, 1] in sides and [1, samples] in sides
+        return [samples, 1] in sides and [1, samples] in sides and not _weighs(node)
     left, right = shape_of(node, "self"), shape_of(node, "mat2")
     is_product = name.startswith(("MmBackward", "BmmBackward")) and left and right
-    if not is_product or _weighs(node) or math.prod(left[:-2]) > 1:
+    if not is_product or math.prod(left[:-2]) > 1 or _weighs(node):
         return False
     is_of_pairs = left[-2] % samples == 0 and left[-2] == right[-1]
     return is_of_pairs or left[-1] == samples
 
 
 def _weighs(node: Any) -> bool:
-    """Whether a factor of a product is a parameter, as it is or transposed."""
-    factors = [given for given, _ in node.next_functions]
-    while factors:
-        factor = factors.pop()
-        if hasattr(factor, "variable"):
+    """Whether an operation takes a parameter, as it is or in another view."""
+    taken = [given for given, _ in node.next_functions]
+    while taken:
+        given = taken.pop()
+        if hasattr(given, "variable"):
             return True
-        if factor is not None and factor.name().startswith(_MOVES):
-            factors += [given for given, _ in factor.next_functions]
+        if given is not None and given.name().startswith(_MOVES):
+            taken += [before for before, _ in given.next_functions]
     return False
 
 
