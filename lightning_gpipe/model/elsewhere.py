@@ -58,9 +58,10 @@ class Holder:
             " or L2 term over all weights use the optimizer's weight_decay; for the norm of"
             " gradients trainer.strategy.grad_norm(parameters), for clipping"
             " trainer.strategy.clip_grad_norm_; for an average of the weights Lightning's"
-            " EMAWeightAveraging; make copies of the module before the Trainer runs. A callback"
-            " that reads weights one by one runs on every stage: let it skip those with p.is_meta."
-            " Set weights before the Trainer runs."
+            " EMAWeightAveraging; make copies of the module before the Trainer runs, and save it"
+            " after that, or with trainer.save_checkpoint on every rank. What reads weights or"
+            " gradients one by one runs on every stage: let it skip those with p.is_meta. Set"
+            " weights before the Trainer runs."
         )
 
 
