@@ -114,6 +114,7 @@ MEANS: dict[str, Any] = {
         + (x[:, None] * m.square.T[None]).square().mean()
     ),
     "of classes of a head": lambda m, x, y: F.cross_entropy(x @ m.net[2].weight[:, :8].T, y),
+    "by as many elements as samples": lambda _, x, y: x[:, :4].square().sum() / (4 * len(x)),
     "by tokens": lambda _, x, y: x.square().sum() / x.numel(),
     "of differences to features": lambda _, x, y: (x[:, :, None] - x[:, None]).square().mean(),
     "of terms": lambda _, x, y: torch.stack([each(x, y).mean(), x.square().mean()]).sum(),

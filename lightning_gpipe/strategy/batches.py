@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gpipe.model.remote import told
 
 #: The indices, keys and names of fields that lead to something in a batch.
-Place: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -31,7 +31,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def split_batch(
-    batch: Any, chunks: int, whole: set[Place] | None = None
+    batch: Any, chunks: int, whole: set[KeyPath] | None = None
 ) -> tuple[list[Any], list[int]]:
     """Split a batch along dimension 0.
 
@@ -90,26 +90,26 @@ def _check_ragged(batch: Any) -> None:
                 )
 
 
-def _rows(value: Any, part: slice, samples: int, whole: set[Place], *place: Any) -> Any:
-    """The rows of a micro-batch; ``place`` says where in the batch the value stands."""
+def _rows(value: Any, part: slice, samples: int, whole: set[KeyPath], *path: Any) -> Any:
+    """The rows of a micro-batch; ``path`` says where in the batch the value stands."""
     if isinstance(value, Tensor):
         if value.ndim and value.shape[0] != samples:
-            whole.add(place)
-        return value[part] if value.ndim and place not in whole else value
+            whole.add(path)
+        return value[part] if value.ndim and path not in whole else value
     if isinstance(value, (list, tuple)):
         if _is_per_sample(value):
             if len(value) != samples:
-                whole.add(place)
-            return value if place in whole else value[part]
-        items = [_rows(item, part, samples, whole, *place, i) for i, item in enumerate(value)]
+                whole.add(path)
+            return value if path in whole else value[part]
+        items = [_rows(item, part, samples, whole, *path, i) for i, item in enumerate(value)]
         return _rebuilt(value, items)
     if isinstance(value, Mapping):
-        rows = {key: _rows(item, part, samples, whole, *place, key) for key, item in value.items()}
+        rows = {key: _rows(item, part, samples, whole, *path, key) for key, item in value.items()}
         return _rebuilt(value, rows)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if field.init)
         rows = {
-            name: _rows(getattr(value, name), part, samples, whole, *place, name) for name in fields
+            name: _rows(getattr(value, name), part, samples, whole, *path, name) for name in fields
         }
         return dataclasses.replace(value, **rows)
     return value

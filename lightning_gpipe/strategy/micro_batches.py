@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import _lightning
-from lightning_gpipe.strategy.batches import Place, merge, split_batch, tensors_of, weighted_mean
+from lightning_gpipe.strategy.batches import KeyPath, merge, split_batch, tensors_of, weighted_mean
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
 
@@ -69,7 +69,7 @@ class MicroBatchSteps:
         self._trainer, self._pipeline = trainer, pipeline
         self._log: StepLog | None = None
         self._evaluations = 0
-        self._whole = defaultdict[tuple[Any, ...], set[Place]](set)
+        self._whole = defaultdict[tuple[Any, ...], set[KeyPath]](set)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
