@@ -44,7 +44,7 @@ class InProcess:
     ) -> None:
         bounds = [0, *accumulate(cut)]
         self.stages = {
-            k: Stage({i: layers[i] for i in range(*ends)}, HOST, True, None)
+            k: Stage({i: layers[i] for i in range(*ends)}, HOST, True, None, is_alone=len(cut) == 1)
             for k, ends in enumerate(pairwise(bounds))
         }
         count = len(self.stages)

@@ -20,6 +20,7 @@ from lightning_gpipe.engine.stopwatch import Recording, Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Action, Program, Schedule
+from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.measured import durations
@@ -28,7 +29,7 @@ from lightning_gpipe.schedule.search import search
 from lightning_gpipe.schedule.simulate import simulate
 from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
-from tests.in_process import ALONE
+from tests.in_process import ALONE, InProcess
 from tests.test_schedule import INTERLEAVED, random_case
 
 HOST = torch.device("cpu")
@@ -193,3 +194,24 @@ def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None
     assert [one.action.micro_batch for one in measured] == [0, 1, 2]
     assert 0.03 <= durations(measured)[0, "F"] < 0.2
     assert all(one.wait_s >= 0.19 for one in measured)
+
+
+@pytest.mark.parametrize(
+    ("cut", "chunks", "checkpoint", "wants", "is_changed"),
+    [
+        ((2,), 1, "never", False, True),  # as without a pipeline
+        ((2,), 1, "never", True, False),
+        ((2,), 1, "always", False, False),
+        ((2,), 2, "never", False, False),
+        ((1, 1), 1, "never", False, False),
+    ],
+)
+def test_layers_get_the_batch_itself_only_where_nothing_is_split(
+    cut: tuple[int, ...], chunks: int, checkpoint: Checkpoint, wants: bool, is_changed: bool
+) -> None:
+    x = -torch.ones(4, 3, requires_grad=wants)
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    output, gradients = InProcess(layers, cut, chunks, checkpoint).step(x)
+    torch.testing.assert_close(output, layers(torch.zeros(4, 3)))
+    torch.testing.assert_close(x.detach(), torch.zeros(4, 3) if is_changed else -torch.ones(4, 3))
+    assert len(gradients) == wants

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -170,6 +171,37 @@ def test_who_draws_from_the_first_step_on_does_not_hide_who_begins_late(draw: st
         found.append(sorted(drawn[-8:]))
     assert found[0] == found[1] == found[2]
     assert len(set(found[0])) == 8
+
+
+@pytest.mark.parametrize("draw", ["Python's", "NumPy's"])
+@pytest.mark.parametrize(("cut", "told_in"), [((2, 2), 10), ((4,), 15)])
+def test_who_begins_to_draw_is_told_of_within_eight_calls(
+    draw: str, cut: tuple[int, ...], told_in: int
+) -> None:
+    layers = layers_of(draw, since=10 * 2)
+    pipeline, told = InProcess(layers, cut, 2, "never"), []
+    for step in range(30):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            pipeline.step(inputs()[0], step)
+        told += [(step, str(one.message)) for one in found]
+    assert {step for step, _ in told} == {told_in}
+    assert all("has begun to draw from Python's or NumPy's" in text for _, text in told)
+    if len(cut) == 1:
+        assert "drew in the last 8 steps" in told[0][1]
+
+
+@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+@pytest.mark.parametrize("cut", [(4,), (2, 2)])
+def test_nothing_moves_the_generators_of_code_outside(cut: tuple[int, ...], mode: str) -> None:
+    layers = layers_of("torch")
+    pipeline = InProcess(layers, cut, 2, mode)  # type: ignore[arg-type]
+    seed_all()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    for step in range(20):
+        pipeline.step(inputs()[0], step)
+    now = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert now == before
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

@@ -436,3 +436,45 @@ def test_the_last_stage_tells_before_its_backwards_end(repeats: int, schedule: s
     assert is_ahead == (repeats == 1)
     torch.testing.assert_close(first[1], last[1], rtol=0, atol=0)
     assert all(rows.shape[1] == repeats * models.LENGTH and rows.any() for rows in first[1])
+
+
+class Kinds(models.Language):
+    """Returns values without dimensions of several types, and others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        value = loss.detach()
+        return {
+            "loss": loss,
+            "double": value.double(),
+            "integer": (1e3 * value).long(),
+            "truth": value > 0,
+            "complex": torch.complex(value, 2 * value),
+            "vector": value.repeat(3),
+        }
+
+
+class Outputs(L.Callback):
+    """Keeps what steps return, and changes it in place."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, _: Any, module: Any, outputs: Any, *__: Any) -> None:
+        self.found.append({name: value.clone() for name, value in outputs.items()})
+        for name in ("double", "integer", "vector"):
+            outputs[name].zero_()
+
+
+def kinds(stages: int) -> list[dict[str, Tensor]]:
+    outputs = Outputs()
+    strategy = GPipeStrategy(1, stages=stages, step="micro-batch") if stages else "auto"
+    devices = stages or 1
+    trainer(devices=devices, strategy=strategy, max_steps=3, callbacks=[outputs]).fit(Kinds())
+    return outputs.found
+
+
+def test_values_of_every_type_are_told() -> None:
+    expected = kinds(0)
+    for found in run_ranks(kinds, 2, 2):
+        torch.testing.assert_close(found, expected)

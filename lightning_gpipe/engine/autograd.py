@@ -15,18 +15,42 @@ follows on it, no longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge
 
 _sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
+_run_backward: Callable[..., object] = getattr(torch.autograd.graph, "_engine_run_backward")  # noqa: B009
 RunBackward: TypeAlias = Callable[[], list[Tensor | None]]
 CatchGradients: TypeAlias = Callable[[Sequence[Tensor | None]], None]
+
+
+def run_backward(
+    roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor], retain: bool = False
+) -> None:
+    """What ``torch.autograd.backward`` does, where every root is given a gradient of its shape.
+
+    It checks and completes what it is given in Python, once a micro-batch, while others wait.
+
+    Args:
+        roots: Where it begins: edges, or tensors of torch's own class.
+        gradients: Theirs.
+        retain: Whether the graph is kept.
+    """
+    _run_backward(
+        tuple(roots),
+        tuple(gradients),
+        retain,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class CallNode(torch.autograd.Function):
@@ -148,21 +172,24 @@ class Behind:
 
 
 class LayerForwards:
-    """When the layers ran in a step: what was made then is none of the user's graph."""
+    """When the layers ran in a step: what was made then is none of the user's graph.
+
+    They run inside it as a context.
+    """
 
     def __init__(self) -> None:
         self._times: list[tuple[int, int]] = []
+        self._start = 0
+
+    def __enter__(self) -> None:
+        self._start = _sequence_number()
+
+    def __exit__(self, *_: object) -> None:
+        self._times.append((self._start, _sequence_number()))
 
     def clear(self) -> None:
         """Forget the step before."""
         self._times.clear()
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Run layers inside this context."""
-        start = _sequence_number()
-        yield
-        self._times.append((start, _sequence_number()))
 
     def problem(self, behind: Behind) -> str | None:
         """What is wrong with a loss or the backbone's input that depends on what layers made."""

@@ -229,7 +229,8 @@ class DeferredBatchNorm:
         Call once all its micro-batches are forwarded.
         """
         seen, self._seen = self._seen, Seen()
-        self._move_all(seen)
+        if seen.uses:
+            self._move_all(seen)
 
     def backward(self, seen: Seen) -> AbstractContextManager[None]:
         """Run one micro-batch's backward inside this context.

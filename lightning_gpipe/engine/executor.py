@@ -9,8 +9,8 @@ and the two ends of a mini-batch; everything between them happens here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -23,7 +23,7 @@ from lightning_gpipe.engine.stage import Stage, StageCall
 from lightning_gpipe.engine.stopwatch import Stopwatch, span
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.schedule.actions import Action
-from lightning_gpipe.tensors.random_state import preserved
+from lightning_gpipe.tensors.random_state import RandomState, preserved
 from lightning_gpipe.tensors.tree import Tree
 
 #: Called with a stage before its last backward; may return a scalar to run it from as well.
@@ -152,6 +152,7 @@ class Executor:
         self.watch = watch
         self._trial = trial
         self._in_order = in_order
+        self._generators = [g for stage in self._stages.values() for g in stage.generators]
 
     @property
     def unsplit(self) -> list[int]:
@@ -181,7 +182,10 @@ class Executor:
             output_side: The mini-batch at the last stage.
         """
         self.watch.samples = sum(sizes)
-        calls = {index: stage.begin(context, sizes) for index, stage in self._stages.items()}
+        calls = {}
+        for index, stage in self._stages.items():
+            is_once = all((index, m) in plan.kept for m in range(len(sizes)))
+            calls[index] = stage.begin(context, sizes, is_once)
         return MiniBatch(plan, input_side, output_side, calls)
 
     def graphs(self, batch: MiniBatch) -> list[Any]:
@@ -218,19 +222,20 @@ class Executor:
         self.announce(actions, batch)
         last = {action.stage: action for action in actions}
         layers_run = any(action.op in ("F", "R") for action in actions)
-        with self.preserved_generators() if layers_run else nullcontext():
+        are_seeded = any(call.seeding.is_any for call in batch.calls.values())
+        with self.preserved_generators(are_seeded) if layers_run else nullcontext():
             for action in actions:
                 is_last = before_last is not None and action is last[action.stage]
                 also = before_last(action.stage) if before_last and is_last else None
                 self.do(action, batch, retain, also)
 
-    @contextmanager
-    def preserved_generators(self) -> Iterator[None]:
-        """Put all random generators that layers draw from back at the end."""
-        with preserved(self.watch.device), ExitStack() as stack:
-            for stage in self._stages.values():
-                stack.enter_context(stage.preserved_generators())
-            yield
+    def preserved_generators(self, with_global: bool = True) -> AbstractContextManager[RandomState]:
+        """Put all random generators that layers draw from back at the end.
+
+        Args:
+            with_global: Whether Python's and NumPy's are among those that are seeded.
+        """
+        return preserved(self.watch.device, with_global, self._generators)
 
     def announce(self, actions: Sequence[Action], batch: MiniBatch) -> None:
         """Tell in which order a mini-batch's actions come, before the first of them."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from lightning_gpipe.engine.autograd import run_backward
 from lightning_gpipe.engine.split import SplitBackward, calls_backward
 from lightning_gpipe.tensors import hooks, strides
 from lightning_gpipe.tensors.tree import Tree
@@ -27,6 +27,7 @@ class _Catch:
     """Where the gradient of a micro-batch's input goes when it arises."""
 
     take: Callable[[Gradients], None] | None = None
+    has_taken: bool = False
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class MicroBatch:
         input_requires_grad: For each input leaf whether it wants a gradient.
         is_own: Whether nobody else uses the input's memory: where it isn't needed again, layers
             get it as it is.
+        is_lent: Whether layers get those of its leaves as they are that want no gradient, though
+            the user has them, too.
         output_requires_grad: The same for the output.
         stored: The input, kept for a recompute.
         roots: Where the backward of each output leaf that wants a gradient begins.
@@ -45,6 +48,7 @@ class MicroBatch:
 
     input_requires_grad: list[bool]
     is_own: bool = False
+    is_lent: bool = False
     output_requires_grad: list[bool] = field(default_factory=list)
     stored: Tree | None = None
     _versions: list[int] = field(default_factory=list)
@@ -62,8 +66,7 @@ class MicroBatch:
 
     def lent(self, inputs: Tree) -> Tree:
         """The input as the layers get it where there are no gradients."""
-        copy = _unchanged if self.is_own else _copied
-        return inputs.with_leaves(list(map(copy, inputs.leaves)))
+        return inputs.with_leaves(self._given(inputs, keep_input=False))
 
     def enter(self, inputs: Tree, keep_input: bool = False) -> Tree:
         """The input as the layers get it, with a graph where a gradient is wanted.
@@ -73,8 +76,7 @@ class MicroBatch:
             keep_input: Whether it is needed after that, too.
         """
         self._hooks = hooks.count()
-        copy = _unchanged if self.is_own and not keep_input else _copied
-        leaves = list(map(copy, inputs.leaves))
+        leaves = self._given(inputs, keep_input)
         wanted = [i for i, wants in enumerate(self.input_requires_grad) if wants]
         if wanted:
             self.catch = _Catch()
@@ -84,6 +86,15 @@ class MicroBatch:
             for i, head in zip(wanted, heads, strict=True):
                 leaves[i] = head
         return inputs.with_leaves(leaves)
+
+    def _given(self, inputs: Tree, keep_input: bool) -> list[Any]:
+        """What layers get of the input's leaves."""
+        if self.is_own and not keep_input:
+            return list(map(_unchanged, inputs.leaves))
+        if not self.is_lent:
+            return list(map(_copied, inputs.leaves))
+        pairs = zip(inputs.leaves, self.input_requires_grad, strict=True)
+        return [_copied(leaf) if wants else _detached(leaf) for leaf, wants in pairs]
 
     def enter_for_now(self, inputs: Tree) -> Tree:
         """The same, with a graph that catches nothing: there will be another for the backward."""
@@ -141,12 +152,12 @@ class MicroBatch:
     ) -> None:
         """See :meth:`lightning_gpipe.engine.stage.Stage.backward`."""
         keeps = retain and self.stored is None
-        with self._handing_on(hand_on):
-            edges, given = self._begin_backward(gradients, keeps)
-            if also is not None:
-                edges, given = [*edges, get_gradient_edge(also)], [*given, torch.ones_like(also)]
-            if edges:
-                torch.autograd.backward(edges, given, retain_graph=keeps)
+        edges, given = self._begin_backward(gradients, keeps, hand_on)
+        if also is not None:
+            edges, given = [*edges, get_gradient_edge(also)], [*given, torch.ones_like(also)]
+        if edges:
+            run_backward(edges, given, keeps)
+        self._end_backward(hand_on)
 
     def backward_input(
         self, gradients: Gradients, hand_on: HandOn, weights: Sequence[nn.Parameter]
@@ -162,22 +173,23 @@ class MicroBatch:
             False if the graph can't be split: where layers put hooks on tensors, or call a backward
             in theirs, all is computed at once; else the rest takes as long as a whole backward.
         """
-        with self._handing_on(hand_on):
-            edges, given = self._begin_backward(gradients, keeps=False)
-            entry, self._entry = self._entry, None
-            split = None
-            if self._has_hooks or calls_backward([e.node for e in edges]):
-                if edges:
-                    torch.autograd.backward(edges, given)
-                return False
-            if edges and entry is not None:
-                split, start = SplitBackward.of([e.node for e in edges], entry), _start_of(entry)
-                if split is not None:
-                    split.first(edges, given, start)
-                else:
-                    torch.autograd.backward(edges, given, retain_graph=True, inputs=start)
-            rest = partial(_backward_to, weights, edges, given)
-            self._rest = rest if split is None else split.second
+        edges, given = self._begin_backward(gradients, False, hand_on)
+        entry, self._entry = self._entry, None
+        split = None
+        if self._has_hooks or calls_backward([e.node for e in edges]):
+            if edges:
+                run_backward(edges, given)
+            self._end_backward(hand_on)
+            return False
+        if edges and entry is not None:
+            split, start = SplitBackward.of([e.node for e in edges], entry), _start_of(entry)
+            if split is not None:
+                split.first(edges, given, start)
+            else:
+                torch.autograd.backward(edges, given, retain_graph=True, inputs=start)
+        rest = partial(_backward_to, weights, edges, given)
+        self._rest = rest if split is None else split.second
+        self._end_backward(hand_on)
         return split is not None or not edges or entry is None
 
     def backward_weights(self) -> None:
@@ -185,31 +197,26 @@ class MicroBatch:
         if self._rest is not None:
             self._rest()
 
-    @contextmanager
-    def _handing_on(self, hand_on: HandOn) -> Iterator[None]:
-        """Hand the input's gradient on as soon as it arises, or that there is none."""
-        wanted, handed_on = sum(self.input_requires_grad), False
-
-        def take(gradients: Gradients) -> None:
-            nonlocal handed_on
-            handed_on = True
-            hand_on(gradients)
-
-        if self.catch is not None:
-            self.catch.take = take
-        yield
-        if wanted and not handed_on:  # the loss doesn't reach it
-            hand_on([None] * wanted)
-
     def _begin_backward(
-        self, gradients: Gradients, keeps: bool
+        self, gradients: Gradients, keeps: bool, hand_on: HandOn
     ) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where a backward begins, with which gradients; the graph is let go of unless kept."""
+        """Where a backward begins, with which gradients; the graph is let go of unless kept.
+
+        The input's gradient is handed on as soon as it arises.
+        """
+        if self.catch is not None:
+            self.catch.take, self.catch.has_taken = hand_on, False
         pairs = zip(self.roots or [], gradients, strict=True)
         begun = [(root, gradient) for root, gradient in pairs if gradient is not None]
         if not keeps:
             self.roots = None
         return [root for root, _ in begun], [gradient for _, gradient in begun]
+
+    def _end_backward(self, hand_on: HandOn) -> None:
+        """Tell that the loss doesn't reach the input, if so."""
+        wanted = sum(self.input_requires_grad)
+        if wanted and (self.catch is None or not self.catch.has_taken):
+            hand_on([None] * wanted)
 
 
 class _Entry(torch.autograd.Function):
@@ -229,6 +236,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.catch.has_taken = True
         ctx.catch.take(gradients)
         return None, None, None
 
@@ -253,6 +261,13 @@ def _copied(leaf: Any) -> Any:
 def _unchanged(leaf: Any) -> Any:
     """A leaf as it is; a view is copied, because its own views can't be changed in place."""
     return _copied(leaf) if isinstance(leaf, Tensor) and leaf._is_view() else leaf
+
+
+def _detached(leaf: Any) -> Any:
+    """A leaf in the same memory; layers may change it in place as if it were no view."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _copied(leaf) if leaf.is_inference() else leaf.detach()
 
 
 def versions_of(tree: Tree) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.engine.autograd import Behind, ExitNode, LayerForwards, no_values
+from lightning_gpipe.engine.autograd import Behind, ExitNode, LayerForwards, no_values, run_backward
 from lightning_gpipe.engine.running import AFTER, BEFORE, Outcome, Running
 from lightning_gpipe.tensors.tree import Tree
 
@@ -88,7 +88,7 @@ class Outside:
             roots, seeds = [*roots, also], [*seeds, torch.ones_like(also)]
         if roots:  # with one rank both sides may go through the same graph
             retain = self._is_alone and side == AFTER
-            torch.autograd.backward(roots, seeds, retain_graph=retain)
+            run_backward(roots, seeds, retain)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -191,7 +191,7 @@ class PerMicroBatch:
         call = self._calls[running.kind]
         if call is None:
             raise RuntimeError("The backbone's call isn't known.")
-        noted = self.outside.forwards.noted()
+        noted = self.outside.forwards
         with call.context.restored(), torch.set_grad_enabled(call.trains), noted:
             self._rank.executor.do(action, self._begin(running, call.context))
 
@@ -262,19 +262,19 @@ class PerMicroBatch:
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:
         """Run this rank's part; returns the output, and those of its leaves that are tensors."""
         groups, m = self._groups, running.m
-        context = ForwardContext.current(
-            self._seeds.of_layers, groups.device, of_any_loop(run_layer)
-        )
-        trains = torch.is_grad_enabled()
-        self._calls[running.kind] = _Call(context, trains)
-        batch = self._begin(running, context)
+        call = self._calls.get(running.kind) if m else None
+        if call is None:  # the other micro-batches' steps do as the first one's
+            key, run = self._seeds.of_layers, of_any_loop(run_layer)
+            context = ForwardContext.current(key, groups.device, run)
+            call = self._calls[running.kind] = _Call(context, torch.is_grad_enabled())
+        batch = self._begin(running, call.context)
         if groups.is_first:
             running.source.give(m, given)
         name = running.names[m]
         count = self._counts[running.kind]
         is_looked_at = m == 0 and count & (count - 1) == 0  # the 1st, the 2nd, the 4th, ...
         kept = KeptTensors(self._modules) if is_looked_at else None
-        with self.outside.forwards.noted():
+        with self.outside.forwards:
             for stage in self._rank.stages if running.is_chained else [self._anchor]:
                 self._rank.executor.do(Action(stage, "F", m), batch)
         self._overwrites.mark(batch, given)

@@ -14,14 +14,13 @@ import struct
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_gpipe.tensors.random_state import seed_torch
+from lightning_gpipe.tensors.random_state import is_of_numpy, seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
 _BETWEEN_LOOKS = 8  # where layers that draw hide others: so many calls more, and then each eighth
@@ -33,6 +32,7 @@ _BEGAN_LATE = (
 )
 _BEFORE_NOW = "drew before this step"
 _IN_THIS_STEP = "draws in this step, and in later ones if it doesn't draw in the next two,"
+_SINCE_LAST_LOOK = f"drew in the last {_BETWEEN_LOOKS} steps, or draws in later ones,"
 # Odd, so that seeds differ, and so do their lower halves, of which a generator may make all.
 _BETWEEN_LAYERS, _BETWEEN_MICRO_BATCHES = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
@@ -43,10 +43,14 @@ class Seeding(NamedTuple):
     Args:
         before: The layers before which they are seeded.
         is_late: Whether a layer that begins to draw now does so later than in the first calls.
+        looks: Whether the last micro-batch tells if a layer drew of which it isn't known.
+        is_any: Whether they are seeded at all.
     """
 
     before: frozenset[int]
     is_late: bool
+    looks: bool
+    is_any: bool
 
 
 class LayerRandomness:
@@ -55,36 +59,38 @@ class LayerRandomness:
     Args:
         layers: The layers by their index in the backbone.
         device: Where they are.
+        is_alone: Whether these are all layers. If so, one that begins to draw late doesn't let the
+            generators of ranks differ, so it is enough to notice it some steps later.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, layers: Mapping[int, nn.Module], device: torch.device, is_alone: bool = False
+    ) -> None:
+        self._device, self._is_alone = device, is_alone
         self._all, self._first = frozenset(layers), min(layers, default=0)
         self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
         self._draw: set[int] = set()
         self._calls: dict[tuple[bool, ...], int] = {}
 
-    def begin(self, modes: tuple[bool, ...]) -> Seeding:
+    def begin(self, modes: tuple[bool, ...], is_once: bool) -> Seeding:
         """Begin a call.
 
         Args:
             modes: Which modules are in training: in others other layers may draw.
+            is_once: Whether no micro-batch is recomputed.
         """
         calls = self._calls[modes] = self._calls.get(modes, 0) + 1
         is_late = calls > _CLOSE_LOOKS
         is_now = calls <= _BETWEEN_LOOKS or calls % _BETWEEN_LOOKS == 0
         is_close = not is_late or (is_now and len(self._draw) > 0)
-        return Seeding(self._all if is_close else frozenset(self._draw), is_late)
+        before = self._all if is_close else frozenset(self._draw)
+        looks = not before and (is_now or not is_once or not self._is_alone)
+        return Seeding(before, is_late, looks, bool(before) or looks or not is_once)
 
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Put the layers' own generators back at the end."""
-        states = [(g, _state(g)) for generators in self._own.values() for g, _ in generators]
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                _set_state(generator, state)
+    @property
+    def own(self) -> list[Any]:
+        """The generators that layers hold."""
+        return [generator for found in self._own.values() for generator, _ in found]
 
     def begin_micro_batch(self, call: int, m: int, is_drawn_again: bool) -> int:
         """Begin a micro-batch's forward or recompute.
@@ -141,7 +147,8 @@ class LayerRandomness:
             self._calls.clear()  # no second word of it in this call's recompute
             last = max(self._all)
             who = f"A layer from {self._first} to {last}" if last > self._first else f"Layer {last}"
-            warnings.warn(_BEGAN_LATE.format(who, _IN_THIS_STEP), stacklevel=2)
+            what = _SINCE_LAST_LOOK if self._is_alone else _IN_THIS_STEP
+            warnings.warn(_BEGAN_LATE.format(who, what), stacklevel=2)
 
 
 @dataclass(slots=True)
@@ -226,15 +233,8 @@ def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:
 
 
 def _is_generator(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, random.Random)) or _is_of_numpy(
+    return isinstance(value, (torch.Generator, random.Random)) or is_of_numpy(
         value, "Generator", "RandomState"
-    )
-
-
-def _is_of_numpy(value: Any, *names: str) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        value, tuple(getattr(numpy.random, name) for name in names)
     )
 
 
@@ -243,33 +243,12 @@ def _first_seed(generator: Any) -> int:
     return generator.initial_seed() % 2**63 if isinstance(generator, torch.Generator) else 0
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if _is_of_numpy(generator, "RandomState"):
-        return generator.get_state()
-    return generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif _is_of_numpy(generator, "RandomState"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
-
-
 def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
-    elif _is_of_numpy(generator, "RandomState"):
+    elif is_of_numpy(generator, "RandomState"):
         generator.seed(seed % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state

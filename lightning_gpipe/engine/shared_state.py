@@ -9,7 +9,7 @@ a table that each makes when it first needs it, nothing is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lightning_gpipe.model.layer_state import is_held, is_own, places_of, shared
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.places import Contents, Place, has_changed
 
+_NOTHING = nullcontext()
 _ALWAYS = 16  # forwards, and calls of the backbone by a step, up to which all are looked at
 
 
@@ -63,21 +64,24 @@ class SharedState:
         own = range(groups.stage, len(partition.parts), groups.stages)
         return cls(layers, [found.get(name) for name in names], parts, own, groups)
 
-    @contextmanager
-    def watched(self, part: int) -> Iterator[None]:
+    def watched(self, part: int) -> AbstractContextManager[None]:
         """Note what changes inside this context.
 
         Args:
             part: The virtual stage whose layers run.
         """
+        return self._watched(part) if self._places or self._outside else _NOTHING
+
+    @contextmanager
+    def _watched(self, part: int) -> Iterator[None]:
         self._forwards[part] += 1
-        with self._watched(part):
+        with self._places_watched(part):
             yield
         if self._outside and _is_looked_at(self._calls + 1):
             self._met = self._meets()
 
     @contextmanager
-    def _watched(self, part: int) -> Iterator[None]:
+    def _places_watched(self, part: int) -> Iterator[None]:
         if not self._places or not _is_looked_at(self._forwards[part]):
             yield
             return

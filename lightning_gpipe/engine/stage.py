@@ -19,6 +19,7 @@ from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
+from lightning_gpipe.engine.writes import ParameterWrites
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -39,7 +40,8 @@ class StageCall:
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
         written: Parameters, by their number, that forwards have changed.
-        overwritten: Tensors of a lent input, by their number, that layers change in place.
+        overwritten: Tensors of an input that others use, by their number, that layers change in
+            place.
     """
 
     context: ForwardContext
@@ -68,6 +70,7 @@ class Stage:
         deferred_batch_norm: Whether batch-norm statistics move once per mini-batch.
         across: The object channel over the replicas.
         watched: Surrounds every forward.
+        is_alone: Whether these are all layers of the pipeline.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Stage:
         deferred_batch_norm: bool,
         across: ObjectChannel | None,
         watched: Callable[[], AbstractContextManager[None]] = nullcontext,
+        is_alone: bool = False,
     ) -> None:
         self._layers = dict(layers)
         self.device = device
@@ -85,12 +89,15 @@ class Stage:
         }
         self._modules = list(unique.values())
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
+        self._writes = ParameterWrites(self._parameters)
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
         self._attributes = LayerAttributes([*self._layers.values()])
-        self._randomness = LayerRandomness(self._layers, device)
-        self._watched = watched
+        self._randomness = LayerRandomness(self._layers, device, is_alone)
+        self._watched, self._is_alone = watched, is_alone
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
+        #: Random generators that layers hold.
+        self.generators = self._randomness.own
         #: Whether a backward of the input alone took as much as a whole one.
         self.cannot_split = False
 
@@ -98,31 +105,30 @@ class Stage:
         """Let go of the layers."""
         self._batch_norm.remove()
 
-    def begin(self, context: ForwardContext, sizes: Sequence[int]) -> StageCall:
+    def begin(
+        self, context: ForwardContext, sizes: Sequence[int], is_once: bool = False
+    ) -> StageCall:
         """Begin a call of the backbone; collective over the replicas where SyncBatchNorm trains.
 
         Args:
             context: What surrounds the forward; must be in force.
             sizes: Samples in each micro-batch.
+            is_once: Whether the activations of all micro-batches are kept.
         """
         statistics = self._batch_norm.begin(sizes)
         modes = self._modes()
-        seeding, seed = self._randomness.begin(modes), seed_of(*context.key)
+        seeding, seed = self._randomness.begin(modes, is_once), seed_of(*context.key)
         buffers = self._buffers.begin(modes)
         return StageCall(context, modes, len(sizes), seed, seeding, buffers, statistics)
 
-    def preserved_generators(self) -> AbstractContextManager[None]:
-        """Put the layers' own generators back at the end."""
-        return self._randomness.preserved()
-
     def end_forward(self, call: StageCall) -> None:
         """End the forward part of a call, once all its micro-batches are forwarded."""
-        call.parameter_versions = self._parameter_versions()
+        call.parameter_versions = self._writes.versions()
         self._batch_norm.finish()
 
     def has_changed(self, call: StageCall) -> bool:
         """Whether a parameter was changed since the forward part of a call."""
-        return call.parameter_versions != self._parameter_versions()
+        return call.parameter_versions != self._writes.versions()
 
     def forward(
         self,
@@ -151,13 +157,16 @@ class Stage:
         Returns:
             The output, without a graph.
         """
-        record, trains = MicroBatch(requires_grad, is_own), torch.is_grad_enabled()
-        call.micro_batches[m] = record
+        trains = torch.is_grad_enabled()
         drops = trains and not keep_graph
+        # nothing is split: layers may do with the batch what they do without a pipeline
+        is_lent = self._is_alone and call.count == 1 and not drops
+        record = MicroBatch(requires_grad, is_own, is_lent)
+        call.micro_batches[m] = record
         if drops:
             call.attributes[m] = self._attributes.met()
         with (
-            self._writes_noted(call) if drops else nullcontext(),
+            self._writes.noted(call.written) if drops else nullcontext(),
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._watched(),  # around batch norm's, whose traces are gone then
@@ -186,7 +195,7 @@ class Stage:
             return
         met = call.attributes[m] if keep_input else call.attributes.pop(m)
         with (
-            self._written_once(call),
+            self._writes.refused(call.written),
             torch.enable_grad(),
             call.context.restored(),
             self._in_modes(call.modes),
@@ -240,34 +249,11 @@ class Stage:
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)
 
-    @contextmanager
-    def _writes_noted(self, call: StageCall) -> Iterator[None]:
-        """Note which parameters a forward changes that will run again."""
-        before = self._parameter_versions()
-        yield
-        after = self._parameter_versions()
-        if after != before:
-            call.written |= {i for i, now in enumerate(after) if now != before[i]}
-
-    @contextmanager
-    def _written_once(self, call: StageCall) -> Iterator[None]:
-        """Refuse a recompute that changes parameters once more."""
-        before = {i: self._parameters[i].detach().clone() for i in call.written}
-        yield
-        for i, value in before.items():
-            now = self._parameters[i].detach()
-            rtol = 16 * torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
-            if not torch.allclose(now, value, rtol=rtol, atol=0.0, equal_nan=True):
-                raise RuntimeError(_WRITTEN_TWICE.format(shape=tuple(now.shape)))
-
-    def _parameter_versions(self) -> list[int]:
-        return [p._version for p in self._parameters]
-
     def _run(self, m: int, inputs: Tree, call: StageCall, is_once: bool) -> Tree:
         value: Any = inputs.value()
         run_layer, randomness = call.context.run_layer, self._randomness
-        seeded, is_late = call.seeding
-        looks = m == call.count - 1 and not seeded
+        seeded, is_late = call.seeding.before, call.seeding.is_late
+        looks = m == call.count - 1 and call.seeding.looks
         base = randomness.begin_micro_batch(call.seed, m, looks or not is_once)
         try:
             for index, layer in self._layers.items():
@@ -308,11 +294,6 @@ class Stage:
             module.training = training
 
 
-_WRITTEN_TWICE = (
-    "A layer changes its parameter of shape {shape} in its forward, and does so once more when the"
-    " forward runs again to re-materialize activations. Keep in a buffer what a forward changes,"
-    " change the parameter in on_train_batch_end, or use GPipeStrategy(checkpoint='never')."
-)
 _CHANGED_IN_COMMON = (
     "A layer changed a tensor in place that shares memory with another one beside it, such as a"
     " view of it. Between stages they are sent by themselves, so the other one would not change"

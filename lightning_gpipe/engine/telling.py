@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.running import Running
+from lightning_gpipe.model.remote import Number
 from lightning_gpipe.model.step_trace import StepTrace
 
 _SMALL, _FEW = 1 << 16, 256  # bytes and values that the source needn't wait for
+
+
+class _Told(NamedTuple):
+    """The values that a rank tells the others.
+
+    Args:
+        mark: What tells whether they have called the same functions.
+        single: Values by their numbers.
+        scalars: Those without dimensions, as losses are: numbers, and tensors ``[n]`` of them.
+    """
+
+    mark: int
+    single: dict[Number, Tensor]
+    scalars: list[tuple[list[Number], Tensor]]
+
+    @classmethod
+    def of(cls, trace: StepTrace) -> _Told:
+        """What is left of the values that this rank tells."""
+        single, alike = dict[Number, Tensor](), defaultdict[Any, dict[Number, Tensor]](dict)
+        for number, value in trace.left().items():
+            is_plain = type(value) is Tensor and value.ndim == 0 and not value.is_quantized
+            (alike[value.dtype, value.device] if is_plain else single)[number] = value
+        scalars = [([*found], torch.stack([*found.values()])) for found in alike.values()]
+        return cls(trace.mark, single, scalars)
+
+    def values(self) -> dict[Number, Tensor]:
+        """All of them again, each in memory of its own."""
+        values = dict(self.single)
+        for numbers, scalars in self.scalars:
+            values |= zip(numbers, (t.clone() for t in scalars.unbind()), strict=True)
+        return values
 
 
 def share_weights(running: Running, groups: Groups) -> None:
@@ -33,11 +69,11 @@ def tell_ahead(running: Running, trace: StepTrace, groups: Groups) -> None:
     """
     if not groups.is_last or groups.stages == 1 or running.is_weighted:
         return
-    values = trace.left()
-    in_host = all(groups.pipeline.is_in_host(value.device.type) for value in values.values())
-    is_little = sum(value.nbytes for value in values.values()) <= _SMALL and len(values) <= _FEW
-    if in_host and is_little:
-        groups.pipeline.broadcast("told", (trace.mark, values), source=groups.stages - 1)
+    told = _Told.of(trace)
+    tensors = [*told.single.values(), *(scalars for _, scalars in told.scalars)]
+    in_host = all(groups.pipeline.is_in_host(tensor.device.type) for tensor in tensors)
+    if in_host and sum(t.nbytes for t in tensors) <= _SMALL and len(tensors) <= _FEW:
+        groups.pipeline.broadcast("told", told, source=groups.stages - 1)
         running.has_told = True
 
 
@@ -49,9 +85,9 @@ def tell(running: Running, trace: StepTrace, groups: Groups) -> None:
         for source in (last, *sorted(trace.sources - {last})):
             if source == groups.stage == last and running.has_told:
                 continue
-            own = (trace.mark, trace.left()) if source == groups.stage else None
-            mark, values = groups.pipeline.broadcast("told", own, source=source)
-            if mark != trace.mark:
+            own = _Told.of(trace) if source == groups.stage else None
+            told = groups.pipeline.broadcast("told", own, source=source)
+            if told.mark != trace.mark:
                 raise RuntimeError(
                     f"The step called other functions on stage {groups.stage} than on stage"
                     f" {source}: it must do the same on every rank, so nothing under"
@@ -59,5 +95,5 @@ def tell(running: Running, trace: StepTrace, groups: Groups) -> None:
                     " that with the backbone's output."
                 )
             if source != groups.stage:
-                trace.tell(values)
+                trace.tell(told.values())
     trace.forget()

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.tensors.tree import Tree
 
+_NOTHING = nullcontext()
 IsSpared: TypeAlias = Callable[[BaseException], bool]
 
 
@@ -66,7 +67,7 @@ class Trial:
 
     def attempt(self) -> AbstractContextManager[None]:
         """Keep an error for the comparison, in a trial."""
-        return nullcontext() if self._is_spared is None else self._attempt()
+        return _NOTHING if self._is_spared is None else self._attempt()
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -102,9 +103,12 @@ class Trial:
             if text is not None:
                 raise RuntimeError(text)
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Share an error inside with all stages. Collective over the pipeline in a trial."""
+        return _NOTHING if self._is_spared is None else self._shared()
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
         with self.attempt():
             yield
         self.compare()

@@ -136,7 +136,7 @@ class WholeBatch:
         batch = Tree.of(value, "The backbone's input")
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
-        with span("gpipe_forward"), self._steering.forwards.noted():
+        with span("gpipe_forward"), self._steering.forwards:
             self._executor.run(call.plan.forwards, call.batch)
         self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)

@@ -33,7 +33,6 @@ class ConsistencyCheck:
         self._groups = groups
         self._backwards = 0
 
-    @torch.no_grad()
     def check(self, loss: Tensor) -> None:
         """Compare, if it is time to. Collective over the pipeline.
 
@@ -44,8 +43,11 @@ class ConsistencyCheck:
             RuntimeError: With what may be the reason; on all stages.
         """
         self._backwards += 1
-        if self._groups.stages == 1 or self._backwards & (self._backwards - 1):
-            return
+        if self._groups.stages > 1 and not self._backwards & (self._backwards - 1):
+            self._compare(loss)
+
+    @torch.no_grad()
+    def _compare(self, loss: Tensor) -> None:
         marks = [loss.detach().sum().to(self._groups.device), *map(_norm, self._tensors())]
         lowest, highest = self._ends(torch.stack([mark.double() for mark in marks]))
         spread = highest - lowest

@@ -70,7 +70,6 @@ class SharedParameters:
         if not self._is_whole:
             self.synchronize()
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Sum gradients over stages, average them over replicas, share buffers. Collective.
 
@@ -99,6 +98,7 @@ class SharedParameters:
         for slots, channel in self._broadcasts:
             channel.share([slot.tensor for slot in slots])
 
+    @torch.no_grad()
     def _synchronize_gradients(self) -> None:
         groups = self._groups
         own = [*(p.grad is not None for p in self._parameters), *self._moved()]

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -246,7 +246,7 @@ class StepTrace(TorchFunctionMode):
             raise NotHere(_apart(name, tensors, self._where))
         is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in tensors)
         if where is None or self.stage in where:
-            if _DRAWS.search(name):
+            if _may_draw(name):
                 self._seed(self._micro_batch, self._calls)
             if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
                 args, kwargs = tree_map(told, (args, kwargs))
@@ -339,6 +339,12 @@ class StepTrace(TorchFunctionMode):
         origin = Origin(Number(self._micro_batch, self._calls, 0), where)
         remote = partial(RemoteTensor.like, device=to, origin=origin, requires_grad=keeps)
         return tree_unflatten([leaf if leaf is None else remote(leaf) for leaf in leaves], spec)
+
+
+@cache
+def _may_draw(name: str) -> bool:
+    """Whether a function may draw random numbers."""
+    return _DRAWS.search(name) is not None
 
 
 def _are_on_meta(leaves: Iterable[Any]) -> bool:

@@ -244,6 +244,7 @@ class Uncut:
                 deferred,
                 groups.siblings,
                 partial(shared_state.watched, part),
+                is_alone=groups.stages == 1,
             )
             for part, layers in own.items()
         }

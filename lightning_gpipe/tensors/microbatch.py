@@ -225,6 +225,8 @@ class Merge:
                 batch as its first dimension nor the same value for every micro-batch.
         """
         first, sizes = outputs[0], split.sizes
+        if len(outputs) == 1:
+            return first, cls((None,) * len(first.leaves))
         whole = [
             leaf
             for leaf, is_split in zip(batch.leaves, split.split_leaves, strict=True)
@@ -248,9 +250,7 @@ class Merge:
                     length = None if known.is_constant(i) else length
                 elif length != sizes and _all_equal(column):
                     raise _cannot_tell(i, column[0], sizes[0])
-            if len(column) == 1:
-                leaves.append(column[0])
-            elif length:
+            if length:
                 _check_alike(i, column)
                 leaves.append(torch.cat(column))
             elif _all_equal(column):
@@ -290,7 +290,7 @@ def _is_ambiguous(
     length: tuple[int, ...] | None,
 ) -> bool:
     """Whether a leaf may be a constant, or a number that counts the micro-batch, and look alike."""
-    if len(column) == 1 or len(set(split.sizes)) > 1:
+    if len(set(split.sizes)) > 1:
         return False  # of different sizes the lengths and the numbers tell
     first = column[0]
     if isinstance(first, Tensor):

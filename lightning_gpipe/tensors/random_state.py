@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,8 @@ class RandomState:
     Args:
         host: torch's on the host.
         device: torch's on the device; None where that is the host.
-        python: That of the module ``random``.
-        numpy: That of ``numpy.random``; None where nobody has imported NumPy.
+        python: That of the module ``random``; None: it stays as it is.
+        numpy: That of ``numpy.random``; None, too, where nobody has imported NumPy.
     """
 
     host: Tensor
@@ -30,17 +30,18 @@ class RandomState:
     numpy: Any
 
     @classmethod
-    def current(cls, device: torch.device) -> RandomState:
+    def current(cls, device: torch.device, with_global: bool = True) -> RandomState:
         """The state now.
 
         Args:
             device: Where layers compute.
+            with_global: Whether Python's and NumPy's are a part of it.
         """
-        numpy = _numpy()
+        numpy = _numpy() if with_global else None
         return cls(
             torch.get_rng_state(),
             None if device.type == "cpu" else _module(device).get_rng_state(*_place(device)),
-            random.getstate(),
+            random.getstate() if with_global else None,
             numpy.random.get_state() if numpy else None,
         )
 
@@ -58,20 +59,31 @@ class RandomState:
         torch.set_rng_state(self.host)
         if self.device is not None and device.type != "cpu":
             _module(device).set_rng_state(self.device, *_place(device))
-        random.setstate(self.python)
+        if self.python is not None:
+            random.setstate(self.python)
         numpy = _numpy()
         if self.numpy is not None and numpy is not None:
             numpy.random.set_state(self.numpy)
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[RandomState]:
-    """Put the state back at the end, whatever was drawn; gives the state at the beginning."""
-    state = RandomState.current(device)
+def preserved(
+    device: torch.device, with_global: bool = True, own: Sequence[Any] = ()
+) -> Iterator[RandomState]:
+    """Put the state back at the end, whatever was drawn; gives the state at the beginning.
+
+    Args:
+        device: Where layers compute.
+        with_global: Whether that of Python's and NumPy's generators is put back, too.
+        own: Other generators, of torch, Python or NumPy, that are put back.
+    """
+    state, states = RandomState.current(device, with_global), [*map(_state, own)]
     try:
         yield state
     finally:
         state.restore(device)
+        for generator, before in zip(own, states, strict=True):
+            _set_state(generator, before)
 
 
 class DrawsNoted:
@@ -111,6 +123,35 @@ def seed_torch(device: torch.device, seed: int) -> None:
         generators[device.index or 0].manual_seed(seed)
     else:  # a kind with one device
         module.manual_seed(seed)
+
+
+def is_of_numpy(value: Any, *names: str) -> bool:
+    """Whether a value is of one of the classes of ``numpy.random`` with these names."""
+    numpy = _numpy()
+    return numpy is not None and isinstance(
+        value, tuple(getattr(numpy.random, name) for name in names)
+    )
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if is_of_numpy(generator, "RandomState"):
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif is_of_numpy(generator, "RandomState"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
 
 
 def _module(device: torch.device) -> Any:

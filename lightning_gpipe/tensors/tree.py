@@ -48,7 +48,7 @@ _LEAVES = (Tensor, *CONSTANTS)
 _LEAF = TreeStructure(tree_structure(0), None)  # a leaf by itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # several are made for each action, and frozen ones take longer
 class Tree:
     """A flattened pytree.
 
@@ -76,7 +76,9 @@ class Tree:
             TypeError: If a leaf is something else, whose tensors could not be found, or a tensor
                 without strides.
         """
-        leaves, spec = ([value], _LEAF.spec) if type(value) is Tensor else tree_flatten(value)
+        if type(value) is Tensor and value.layout == torch.strided and not value.is_nested:
+            return cls([value], _LEAF)
+        leaves, spec = tree_flatten(value)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
                 kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
@@ -94,7 +96,7 @@ class Tree:
                     " (torch.utils._pytree.register_dataclass)."
                 )
         if len(leaves) == 1:
-            return cls(leaves, _LEAF if spec is _LEAF.spec else TreeStructure(spec, None))
+            return cls(leaves, TreeStructure(spec, None))
         single, places = _each_once(leaves)
         return cls(single, TreeStructure(spec, places), _in_common_memory(single))
 
