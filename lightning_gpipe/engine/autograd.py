@@ -68,7 +68,7 @@ class CallNode(torch.autograd.Function):
         ctx.gpipe_call, ctx.run_backward = number, run_backward
         ctx.tokens = tokens  # of the calls before: a node alone doesn't keep its tensor alive
         ctx.set_materialize_grads(False)
-        return torch.zeros_like(anchor)
+        return anchor.detach()  # its value is nobody's
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:

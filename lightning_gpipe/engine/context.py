@@ -32,43 +32,33 @@ _ON_CUDA: _Kernels = (
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """What a recompute must restore to draw the same random numbers and to round the same way.
+class Rounding:
+    """What decides how layers round.
 
     Args:
-        key: Numbers that are the same on every stage and for every number of stages, and differ
-            between calls.
         autocast: For each device type whether autocast is on, and its type.
         autocast_cache: Whether autocast keeps its casts.
-        run_layer: How layers are run.
         default_dtype: The type of new tensors; Lightning's precision sets it for the step alone.
         kernels: Which kernels may run, as ``sdpa_kernel`` and ``torch.backends.cudnn.flags`` say.
     """
 
-    key: tuple[int, ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
-    run_layer: RunLayer
     default_dtype: torch.dtype
     kernels: tuple[bool, ...]
 
     @classmethod
-    def current(
-        cls, key: tuple[int, ...], device: torch.device, run_layer: RunLayer
-    ) -> ForwardContext:
-        """The context of the running step.
-
-        Raises:
-            RuntimeError: If the backbone is called inside ``torch.utils.checkpoint``.
-        """
-        refuse_checkpointed()
-        autocast = _autocast(dict.fromkeys(("cpu", device.type)))
-        cache = torch.is_autocast_cache_enabled()
-        kernels = tuple(allowed() for allowed, _ in _kernels_on(device.type))
-        return cls(key, autocast, cache, run_layer, torch.get_default_dtype(), kernels)
+    def current(cls, device: torch.device) -> Rounding:
+        """That of the running step."""
+        return cls(
+            _autocast(dict.fromkeys(("cpu", device.type))),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            tuple(allowed() for allowed, _ in _kernels_on(device.type)),
+        )
 
     def restored(self) -> AbstractContextManager[None]:
-        """Autocast, the default type and the choice of kernels as they were in the forward."""
+        """Autocast, the default type and the choice of kernels as they were."""
         is_same = (
             self.default_dtype == torch.get_default_dtype()
             and self.autocast == _autocast(kind for kind, _, _ in self.autocast)
@@ -96,6 +86,49 @@ class ForwardContext:
                     )
                 )
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a recompute must restore to draw the same random numbers and to round the same way.
+
+    Args:
+        key: Numbers that are the same on every stage and for every number of stages, and differ
+            between calls.
+        run_layer: How layers are run.
+        rounding: How they round; None: they don't run again.
+    """
+
+    key: tuple[int, ...]
+    run_layer: RunLayer
+    rounding: Rounding | None
+
+    @classmethod
+    def current(
+        cls,
+        key: tuple[int, ...],
+        device: torch.device,
+        run_layer: RunLayer,
+        runs_again: bool = True,
+    ) -> ForwardContext:
+        """The context of the running step.
+
+        Args:
+            key: See the class.
+            device: Where layers compute.
+            run_layer: See the class.
+            runs_again: Whether the forward may run once more, or for another micro-batch outside
+                of the step.
+
+        Raises:
+            RuntimeError: If the backbone is called inside ``torch.utils.checkpoint``.
+        """
+        refuse_checkpointed()
+        return cls(key, run_layer, Rounding.current(device) if runs_again else None)
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Let layers round as in the forward."""
+        return nullcontext() if self.rounding is None else self.rounding.restored()
 
 
 def _kernels_on(kind: str) -> _Kernels:

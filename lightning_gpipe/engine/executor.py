@@ -263,25 +263,22 @@ class Executor:
                 self._post_receives(action, batch)
             with span("gpipe", action):
                 self.watch.start()
-                self._do(action, batch, retain, also)
+                match action.op:
+                    case "F":
+                        self._forward(action, batch)
+                        self._expect_gradients(action.stage, batch)
+                    case "R":
+                        self._recompute(action, batch, retain)
+                    case "B":
+                        self._backward(action, batch, retain, also)
+                    case "I":
+                        self._backward(action, batch)
+                    case "W":
+                        self._backward_weights(action, batch)
                 self.watch.done(action)
         except RuntimeError:
             self._trial.end()
             raise
-
-    def _do(self, action: Action, batch: MiniBatch, retain: bool, also: Tensor | None) -> None:
-        match action.op:
-            case "F":
-                self._forward(action, batch)
-                self._expect_gradients(action.stage, batch)
-            case "R":
-                self._recompute(action, batch, retain)
-            case "B":
-                self._backward(action, batch, retain, also)
-            case "I":
-                self._backward(action, batch)
-            case "W":
-                self._backward_weights(action, batch)
 
     def _forward(self, action: Action, batch: MiniBatch) -> None:
         index, _, m = action

@@ -36,6 +36,11 @@ class Plan:
         return tuple(action for action in self.program if action.op != "F")
 
     @cached_property
+    def recomputes(self) -> bool:
+        """Whether forwards run again."""
+        return any(action.op == "R" for action in self.program)
+
+    @cached_property
     def kept(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs whose forward keeps its activations."""
         return kept_graphs(self.program)

@@ -6,10 +6,10 @@ loss reaches. It tells the others, and they differentiate a loss whose graph lea
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Steering:
         self._groups = groups
         #: When the layers ran in this step.
         self.forwards = LayerForwards()
-        self._tokens: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._tokens: dict[int, weakref.ref[Tensor]] = {}
         self._announced: deque[int] = deque()
         self._is_first = True
         self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
@@ -92,6 +92,7 @@ class Steering:
     def begin_step(self) -> None:
         """Forget the forwards of the step before."""
         self.forwards.clear()
+        self._tokens = {n: known for n, known in self._tokens.items() if known() is not None}
 
     def join(
         self,
@@ -125,9 +126,10 @@ class Steering:
             raise RuntimeError(problem)
         if not self._groups.is_first:
             # the input's gradient arises on the first stage; only the order matters here
-            sources = tokens = [self._tokens[n] for n in sorted(behind.calls) if n in self._tokens]
+            found = (self._token(number) for number in sorted(behind.calls))
+            sources = tokens = [token for token in found if token is not None]
         token: Tensor = CallNode.apply(number, run_backward, tokens, self._anchor, *sources)
-        self._tokens[number] = token
+        self._tokens[number] = weakref.ref(token)
         joined: tuple[Tensor, ...] = ExitNode.apply(catch, token, outputs)
         return joined
 
@@ -160,17 +162,21 @@ class Steering:
         self._is_first = True
         if groups.is_last:
             return loss
-        missing = [n for n in numbers if n not in self._tokens]
+        tokens = list(map(self._token, numbers))
+        missing = [n for n, token in zip(numbers, tokens, strict=True) if token is None]
         if missing:
             raise RuntimeError(
                 f"The last stage differentiates call {missing[0]} of the backbone, of which stage"
                 f" {groups.stage} has dropped the output: the step must do the same on every"
                 " rank."
             )
-        steered: Tensor = SteerNode.apply(
-            loss.detach(), self._anchor, *(self._tokens[n] for n in numbers)
-        )
+        steered: Tensor = SteerNode.apply(loss.detach(), self._anchor, *tokens)
         return steered
+
+    def _token(self, number: int) -> Tensor | None:
+        """What leads to a call; None: the graphs behind it are gone."""
+        known = self._tokens.get(number)
+        return known() if known is not None else None
 
     def _problem(self, behind: Behind) -> str | None:
         """What is wrong with what a loss or the backbone's input depends on."""

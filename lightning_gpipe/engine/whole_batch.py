@@ -116,7 +116,7 @@ class WholeBatch:
 
     def forward(
         self,
-        value: Any,
+        batch: Tree,
         run_layer: RunLayer,
         whole: Collection[int] = (),
         outline: Callable[[Split], Outline | None] | None = None,
@@ -124,8 +124,7 @@ class WholeBatch:
         """Run the backbone. Collective over the pipeline.
 
         Args:
-            value: The input, a pytree of tensors ``[batch, …]``, the same on every stage. It is not
-                changed.
+            batch: The input, a pytree of tensors ``[batch, …]``, the same on every stage.
             run_layer: Runs one of the layers.
             whole: Leaves of the input that are not split, however long they are.
             outline: Tells what comes out for other sizes of a micro-batch, if it can be known.
@@ -133,7 +132,6 @@ class WholeBatch:
         Returns:
             The last stage's output of all micro-batches, on every stage.
         """
-        batch = Tree.of(value, "The backbone's input")
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
         with span("gpipe_forward"), self._steering.forwards:
@@ -174,8 +172,8 @@ class WholeBatch:
         self._calls_in_step += 1
         key = (self._seed, self._groups.replica, *self._step, self._calls_in_step)
         self._check_call(key)
-        context = ForwardContext.current(key, self._groups.device, run_layer)
         plan = self._plan(split)
+        context = ForwardContext.current(key, self._groups.device, run_layer, plan.recomputes)
         self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
         mini_batch = self._executor.begin(plan, context, split.sizes, source, target)

@@ -197,7 +197,7 @@ class Pipeline:
         if self.surroundings.chunks > 1:
             whole = self.per_sample.whole(batch, run_layer)
         outline = partial(self.per_sample.outline, batch, run_layer)
-        output = self.engine.forward(input, run_layer, whole, outline)
+        output = self.engine.forward(batch, run_layer, whole, outline)
         self.shared_state.check()
         return output
 

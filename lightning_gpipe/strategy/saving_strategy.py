@@ -215,6 +215,12 @@ class SavingStrategy(ProcessesStrategy):
         return HeldParts(*self._parts, connect)
 
     @property
+    @override
+    def root_device(self) -> torch.device:
+        # asked for several times a step, and the rank is read from the environment
+        return super().root_device if self._run is None else self._run.pipeline.groups.device
+
+    @property
     def _running(self) -> Run:
         if self._run is not None:
             return self._run
