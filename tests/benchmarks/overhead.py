@@ -1,16 +1,17 @@
 """What the package costs beside the work itself.
 
 ``plain``: one stage, one micro-batch, nothing recomputed, against a Trainer without a strategy, on
-a step of about 50 ms. ``norm``: batch norm with statistics per mini-batch against nn.BatchNorm as
-it is, on the conv net, one stage, 4 micro-batches. In both the same process fits with the one and
-the other in turn, since a process is a few percent faster or slower than another for as long as it
-lives. These and ``balance`` are medians of the rounds' ratios, in several launches. ``actions``:
-the engine's time for each forward and backward of a micro-batch of layers that do next to nothing,
-from steps of 64 and of 192 micro-batches, with a profile. ``chunks``: the step's time for each
-micro-batch, from 8 to 512, over the same for 8, in turns of three steps. ``messages``: half of the
-way there and back between two processes of one machine, alone and beside processes that compute.
-``cut``: from ``fit`` until the first step of a model of 1,000 layers. ``balance``: steps balanced
-by time over those balanced by operations, with layers that take long and compute little.
+a step of about 50 ms: as many samples as that takes here. ``norm``: batch norm with statistics per
+mini-batch against nn.BatchNorm as it is, on the conv net, one stage, 4 micro-batches. In both the
+same process fits with the one and the other in turn, since a process is a few percent faster or
+slower than another for as long as it lives. These and ``balance`` are medians of the rounds'
+ratios, in several launches. ``actions``: the engine's time for each forward and backward of a
+micro-batch of layers that do next to nothing, from steps of 64 and of 192 micro-batches, with a
+profile. ``chunks``: the step's time for each micro-batch, from 8 to 512, over the same for 8, in
+turns of three steps. ``messages``: half of the way there and back between two processes of one
+machine, alone and beside processes that compute. ``cut``: from ``fit`` until the first step of a
+model of 1,000 layers. ``balance``: steps balanced by time over those balanced by operations, with
+layers that take long and compute little.
 """
 
 from __future__ import annotations
@@ -73,12 +74,16 @@ def run(arguments: argparse.Namespace) -> Iterator[Table]:
 
 
 def _plain(arguments: argparse.Namespace) -> list[Table]:
-    workload = transformer(blocks=2, width=128, length=64, batch=20)
+    sized = partial(transformer, blocks=2, width=128, length=64)
+    few = argparse.Namespace(rounds=3, steps=arguments.steps, launches=1)
+    tried = _same_processes(sized(batch=20), few, ("plain Trainer", _auto)).rows[0][1]
+    samples = 20 if isinstance(tried, str) else round(20 * 50 / tried[0])
+    workload = sized(batch=samples)
     ours = partial(GPipeStrategy, 1, checkpoint="never")
     table = _same_processes(
         workload, arguments, ("plain Trainer", _auto), ("lightning-gpipe", ours)
     )
-    return [replace(table, title="One stage, one micro-batch, never")]
+    return [replace(table, title=f"One stage, one micro-batch of {samples} samples, never")]
 
 
 def _norm(arguments: argparse.Namespace) -> list[Table]:
