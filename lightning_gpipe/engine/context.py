@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
 from torch.backends import cuda, cudnn
@@ -14,16 +13,12 @@ from torch.backends import cuda, cudnn
 from lightning_gpipe.model.redirect import refuse_checkpointed
 from lightning_gpipe.model.run_layer import RunLayer
 
-_Kernels: TypeAlias = tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
 #: What tells whether kernels may run, and what allows them.
-_ON_ANY: _Kernels = (
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...] = (
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-)
-_ON_CUDA: _Kernels = (
-    *_ON_ANY,
     *(
         (partial(getattr, cudnn, name), partial(setattr, cudnn, name))
         for name in ("enabled", "benchmark", "deterministic")
@@ -54,7 +49,7 @@ class Rounding:
             _autocast(dict.fromkeys(("cpu", device.type))),
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
-            tuple(allowed() for allowed, _ in _kernels_on(device.type)),
+            _kernels(),
         )
 
     def restored(self) -> AbstractContextManager[None]:
@@ -63,17 +58,14 @@ class Rounding:
             self.default_dtype == torch.get_default_dtype()
             and self.autocast == _autocast(kind for kind, _, _ in self.autocast)
             and self.autocast_cache == torch.is_autocast_cache_enabled()
-            and all(allowed() == value for (allowed, _), value in self._kernels())
+            and self.kernels == _kernels()
         )
         return nullcontext() if is_same else self._restored()
-
-    def _kernels(self) -> Iterable[tuple[Any, bool]]:
-        return zip(_ON_CUDA, self.kernels, strict=False)  # on other devices the first ones
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for (allowed, allow), value in self._kernels():
+            for (allowed, allow), value in zip(_KERNELS, self.kernels, strict=True):
                 if allowed() != value:
                     stack.callback(allow, allowed())
                     allow(value)
@@ -131,8 +123,8 @@ class ForwardContext:
         return nullcontext() if self.rounding is None else self.rounding.restored()
 
 
-def _kernels_on(kind: str) -> _Kernels:
-    return _ON_CUDA if kind == "cuda" else _ON_ANY
+def _kernels() -> tuple[bool, ...]:
+    return tuple(allowed() for allowed, _ in _KERNELS)
 
 
 def _autocast(kinds: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype], ...]:
