@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpipe.tensors.random_state import is_of_numpy, seed_torch
+from lightning_gpipe.tensors.random_state import is_generator, seed_own, seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
 _BETWEEN_LOOKS = 8  # where layers that draw hide others: so many calls more, and then each eighth
@@ -118,7 +118,7 @@ class LayerRandomness:
         seed = _seed_of_layer(base, index)
         seed_torch(self._device, seed)
         for number, (generator, first_seed) in enumerate(self._own[index]):
-            _seed(generator, seed_of(seed, number, first_seed))
+            seed_own(generator, seed_of(seed, number, first_seed))
         if with_global:
             seed_global(seed)
 
@@ -231,28 +231,11 @@ def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:
             elif isinstance(value, (list, tuple)):
                 held = list(value)
             for generator in held:
-                if _is_generator(generator) and id(generator) not in seen:
+                if is_generator(generator) and id(generator) not in seen:
                     seen.add(id(generator))
                     yield generator, _first_seed(generator)
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, random.Random)) or is_of_numpy(
-        value, "Generator", "RandomState"
-    )
 
 
 def _first_seed(generator: Any) -> int:
     """The seed that the user gave, where it is known: two layers may differ in it alone."""
     return generator.initial_seed() % 2**63 if isinstance(generator, torch.Generator) else 0
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    elif is_of_numpy(generator, "RandomState"):
-        generator.seed(seed % 2**32)
-    else:
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state

@@ -1,4 +1,4 @@
-"""The random generators that code draws from without naming one: saved, put back, seeded."""
+"""Random generators: their states saved and put back, and themselves seeded."""
 
 from __future__ import annotations
 
@@ -125,8 +125,26 @@ def seed_torch(device: torch.device, seed: int) -> None:
         module.manual_seed(seed)
 
 
-def is_of_numpy(value: Any, *names: str) -> bool:
-    """Whether a value is of one of the classes of ``numpy.random`` with these names."""
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of torch, Python or NumPy."""
+    return isinstance(value, (torch.Generator, random.Random)) or _is_of_numpy(
+        value, "Generator", "RandomState"
+    )
+
+
+def seed_own(generator: Any, seed: int) -> None:
+    """Seed a generator that somebody holds."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif _is_of_numpy(generator, "RandomState"):
+        generator.seed(seed % 2**32)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+def _is_of_numpy(value: Any, *names: str) -> bool:
     numpy = _numpy()
     return numpy is not None and isinstance(
         value, tuple(getattr(numpy.random, name) for name in names)
@@ -138,7 +156,7 @@ def _state(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if is_of_numpy(generator, "RandomState"):
+    if _is_of_numpy(generator, "RandomState"):
         return generator.get_state()
     return generator.bit_generator.state
 
@@ -148,7 +166,7 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
-    elif is_of_numpy(generator, "RandomState"):
+    elif _is_of_numpy(generator, "RandomState"):
         generator.set_state(state)
     else:
         generator.bit_generator.state = state
