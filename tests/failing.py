@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.failure.deadlines import Deadlines
+from tests.training import QUIET
 
 #: Where it may fail in a step.
 PLACES = ("layer", "step", "callback", "hook", "optimizer", "save")
@@ -211,7 +212,7 @@ def run(
     if where == "save":
         callbacks.append(L.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=1))
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=QUIET["accelerator"],
         devices=ranks,
         strategy=Strategy(4, balance="params", start_method=start),
         max_steps=STEP + 2 if where in AFTER else 10**6,
@@ -227,6 +228,10 @@ def run(
 
 
 if __name__ == "__main__":
+    if "GPU_SUITE" in os.environ:
+        from tests.gpu.one_gpu import take_over
+
+        take_over(os.environ["GPU_SUITE"])
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=1)

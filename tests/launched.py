@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from lightning_gpipe import GPipeStrategy
 from tests.models import Around
+from tests.training import QUIET
 
 
 def main(start_method: str, nodes: int, out: str, epochs: int = 1) -> None:
@@ -19,7 +21,7 @@ def main(start_method: str, nodes: int, out: str, epochs: int = 1) -> None:
     module = Around()
     strategy = GPipeStrategy(3, stages=2, start_method=start_method)  # type: ignore[arg-type]
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=QUIET["accelerator"],
         devices=2 // nodes,
         num_nodes=nodes,
         strategy=strategy,
@@ -35,4 +37,8 @@ def main(start_method: str, nodes: int, out: str, epochs: int = 1) -> None:
 
 
 if __name__ == "__main__":
+    if "GPU_SUITE" in os.environ:
+        from tests.gpu.one_gpu import take_over
+
+        take_over(os.environ["GPU_SUITE"])
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

@@ -46,7 +46,8 @@ class Module(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(7)
-        x, y = torch.randn(2, 15 * self.samples, WIDTH, generator=generator, dtype=torch.float64)
+        shape, kind = (2, 15 * self.samples, WIDTH), torch.float64
+        x, y = torch.randn(shape, generator=generator, dtype=kind, device="cpu")
         return DataLoader(TensorDataset(x, y), batch_size=self.samples)
 
 
@@ -158,7 +159,7 @@ class Trees(Module):
         self.backbone = nn.Sequential(*(self.Block(bool(i % 2)) for i in range(5)))
 
     def forward(self, x: Tensor) -> Tensor:
-        mask, index = x > -0.5, torch.arange(len(x)) % 3
+        mask, index = x > -0.5, torch.arange(len(x), device=x.device) % 3
         h, (mask, index, (kept, nothing, scale), text) = self.backbone(
             (x, (mask, index, (x[:, :1].expand(-1, WIDTH), None, 0.5), "text"))
         )
@@ -190,10 +191,9 @@ class Lengths(Module):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         length = 3 + int(x[0, 0].abs() * 1000) % 3
-        mask = torch.ones(length, length, dtype=x.dtype).tril()
-        h, _ = self.backbone(
-            (x.unsqueeze(1).expand(-1, length, -1) * torch.arange(1, length + 1).view(-1, 1), mask)
-        )
+        mask = torch.ones(length, length, dtype=x.dtype, device=x.device).tril()
+        places = torch.arange(1, length + 1, device=x.device).view(-1, 1)
+        h, _ = self.backbone((x.unsqueeze(1).expand(-1, length, -1) * places, mask))
         return nn.functional.mse_loss(h.mean(1), y)
 
 

@@ -107,7 +107,7 @@ class Weighted(Language):
     def loss(self, batch: Any) -> Any:
         tokens, targets = batch
         lengths = tokens[:, :1] % LENGTH
-        targets = targets.masked_fill(torch.arange(LENGTH) > lengths, -100)
+        targets = targets.masked_fill(torch.arange(LENGTH, device=lengths.device) > lengths, -100)
         loss = functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
         return {"loss": loss, "weight": (targets != -100).sum()}
 
@@ -240,7 +240,8 @@ class Bert(Language):
 
     def loss(self, batch: Any) -> Any:
         tokens, targets = batch
-        mask = (torch.arange(LENGTH) <= tokens[:, :1] % LENGTH).long()
+        places = torch.arange(LENGTH, device=tokens.device)
+        mask = (places <= tokens[:, :1] % LENGTH).long()
         output = self.model(input_ids=tokens, attention_mask=mask, labels=targets[:, 0] % 3)
         return output.loss
 

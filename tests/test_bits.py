@@ -37,9 +37,11 @@ class ConvNet(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        x = self.stem(x.contiguous(memory_format=torch.channels_last)) + 0.1 * torch.rand(())
+        x = self.stem(x.contiguous(memory_format=torch.channels_last)) + 0.1 * torch.rand(
+            (), device=x.device
+        )
         return nn.functional.cross_entropy(
-            self.head(self.drop(self.backbone(x))), y, weight=torch.rand(5)
+            self.head(self.drop(self.backbone(x))), y, weight=torch.rand(5, device=x.device)
         )
 
     def train_dataloader(self) -> Any:

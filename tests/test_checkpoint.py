@@ -126,7 +126,7 @@ def life() -> list[str]:
     run = trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(4))
     run.fit(module)
     devices = [str(p.device) for p in module.parameters()]
-    before = {name: p.clone() for name, p in module.named_parameters()}
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
     outputs = run.predict(module, data)
     trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(2, balance=[5, 1])).fit(module)
     again = trainer(devices=2, strategy=GPipeStrategy(8)).predict(module, data)

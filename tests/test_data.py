@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import random
@@ -18,6 +19,8 @@ from torch.distributed import get_rank
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm.generators import SharedGenerators
+from lightning_gpipe.strategy.loader import PipelineLoader
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
@@ -110,6 +113,25 @@ class Shard(IterableDataset[Any]):
         shares = torch.distributed.get_world_size() * (worker.num_workers if worker else 1)
         for i in range(share, 24, shares):
             yield torch.full((6,), float(i)), torch.tensor(6.0 * i), {}
+
+
+class KeepsItsPlace(DataLoader[Any]):
+    def state_dict(self) -> dict[str, int]:
+        return {"read": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_loader_that_keeps_its_place_is_known_by_its_methods() -> None:
+    """From Python 3.12 on, isinstance looks for a protocol's methods without ``__getattr__``."""
+    made = KeepsItsPlace([1, 2]), DataLoader([1, 2])
+    keeping, other = (PipelineLoader(loader, SharedGenerators, 0, 1) for loader in made)
+    for name in ("state_dict", "load_state_dict"):
+        assert callable(inspect.getattr_static(keeping, name))
+        assert not hasattr(other, name)
+    keeping.load_state_dict({"read": 2})
+    assert (keeping.state_dict(), made[0].state) == ({"read": 3}, {"read": 2})
 
 
 def read_shards(stages: int, workers: int) -> list[float]:

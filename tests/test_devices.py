@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 
 import lightning_gpipe
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.comm import p2p
+from lightning_gpipe.comm import p2p, packing
 from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.tensors import strides
@@ -112,6 +112,18 @@ def test_tensors_in_host_memory_stay_there_when_they_cross_a_boundary() -> None:
     """``pack_padded_sequence`` wants its lengths there."""
     sizes = (2, 2, 2, 2, 3, 20_000, 20_000, 20_000)
     assert run_ranks(cross, 2)[1] == [("meta", (samples, 3), True) for samples in sizes]
+
+
+def test_small_tensors_of_a_device_are_not_pickled() -> None:
+    """Not even where they travel through host memory: they must arrive on the device."""
+    host, device = torch.arange(3), torch.ones(3, device="meta")
+    blob, apart = packing.pack((host, device), lambda kind: True)
+    assert [one is device for one in apart] == [True]
+    again, other = packing.unpack(
+        blob, lambda length, kind: torch.empty(length, dtype=torch.uint8, device=kind)
+    )
+    assert torch.equal(again, host)
+    assert (other.device, other.shape) == (device.device, device.shape)
 
 
 def alternate() -> int:

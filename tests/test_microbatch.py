@@ -86,6 +86,18 @@ def test_several_rows_per_sample_are_merged() -> None:
     assert [len(row[0]) for row in rows if row[0] is not None] == [9, 9, 6, 6]
 
 
+def test_a_table_in_host_memory_beside_what_is_computed_elsewhere() -> None:
+    """On the meta device, on which nothing can be compared."""
+    table = torch.ones(3)
+    batch = tree((torch.ones(4, 3, device="meta"), table))
+    split = Split.plan(batch, 2)
+    parts = [tree((part.value()[0] * 2, table)) for part in split.scatter(batch)]
+    merged, _ = Merge.merge(parts, split, batch)
+    hidden, same = merged.value()
+    assert (hidden.device.type, hidden.shape) == ("meta", (4, 3))
+    assert same is table
+
+
 def test_equal_rows_are_not_mistaken_for_a_whole_tensor() -> None:
     batch = tree(torch.zeros(4))
     split = Split.plan(batch, 2)

@@ -98,7 +98,7 @@ class HookedDDP(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         hook, state, wrapper = self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper
-        if hook is not None:
+        if hook is not None and self.root_device.type == "cpu":
             self.model.register_comm_hook(state, wrapper(hook) if wrapper else hook)
 
 

@@ -230,7 +230,7 @@ def _assert_same(one: Any, other: Any) -> None:
     """Bit for bit, and in the same order."""
     assert type(one) is type(other)
     if isinstance(one, Tensor):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=0)
     elif isinstance(one, dict | list | tuple):
         assert len(one) == len(other)
         if isinstance(one, dict):

@@ -160,7 +160,7 @@ class Perturbed(models.Around):
     """Trains with a perturbation, behind the backbone."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        delta = torch.zeros(1, WIDTH, dtype=x.dtype, requires_grad=True)
+        delta = x.new_zeros(1, WIDTH, requires_grad=True)
         return nn.functional.mse_loss(self(x) + delta, y)
 
 

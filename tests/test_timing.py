@@ -26,7 +26,7 @@ from tests.models import WIDTH
 from tests.ranks import run_ranks
 from tests.test_bits import ConvNet
 from tests.test_blocks import pipelined
-from tests.training import train
+from tests.training import DEVICE, train
 
 CPU = torch.device("cpu")
 #: What layers told of their runs, for copies are thrown away.
@@ -126,7 +126,7 @@ class Tells(nn.Module):
 
     def forward(self, value: Any) -> Any:
         x, mask = value
-        here = torch.is_autocast_enabled("cpu"), self.training, torch.is_grad_enabled()
+        here = torch.is_autocast_enabled(DEVICE), self.training, torch.is_grad_enabled()
         tell((len(x), len(mask), here, x.is_inference()))
         return value
 
@@ -301,8 +301,8 @@ class Mixed(L.LightningModule):
     class Told(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if not x.is_meta:
-                mode = self.training, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
-                tell((*mode, torch.get_autocast_dtype("cpu"), len(x)))
+                mode = self.training, torch.is_autocast_enabled(DEVICE), torch.is_grad_enabled()
+                tell((*mode, torch.get_autocast_dtype(DEVICE), len(x)))
             return super().forward(x)
 
     def __init__(self) -> None:

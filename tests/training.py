@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
 import torch
 
+DEVICE = "cuda" if "GPU_SUITE" in os.environ else "cpu"
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

@@ -100,12 +100,13 @@ class _Packer(pickle.Pickler):
             return None
         known = id(obj) in self._seen
         index, _ = self._seen.setdefault(id(obj), (len(self._seen), obj))
-        data = None
-        if self._is_in_host(obj.device.type) and obj.numel() * obj.element_size() <= _SMALL:
+        data, kind = None, obj.device.type
+        in_memory = kind == "cpu" and self._is_in_host(kind)
+        if in_memory and obj.numel() * obj.element_size() <= _SMALL:
             data = strides.to_bytes(obj).numpy().tobytes()
         elif not known:
             self.tensors.append(obj)
-        return index, data, obj.shape, obj.stride(), obj.dtype, obj.device.type
+        return index, data, obj.shape, obj.stride(), obj.dtype, kind
 
     def reducer_override(self, obj: Any) -> Any:
         """Take a subclass's values out of it: pickled, they would come back on a fixed device."""

@@ -185,7 +185,8 @@ class LazyModule:
         begun: dict[int, Tensor] = {}
         for part in parts:
             for name, tensor in _tensors_of(part):  # those with values aren't to be changed
-                value = values.get(id(tensor)) if tensor.is_meta else tensor.detach().clone()
+                is_known = not tensor.is_meta  # and drawn anew where all else is
+                value = tensor.detach().to(_HOST, copy=True) if is_known else values.get(id(tensor))
                 entry = begun.setdefault(id(tensor), _begun(tensor, value))
                 _entries(part, name)[name] = entry
         try:

@@ -16,6 +16,9 @@ from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.reader import world_of_replicas
 
+#: By these Lightning knows a loader that goes on where it was.
+_KEEPS_ITS_PLACE = ("state_dict", "load_state_dict")
+
 
 class PipelineLoader:
     """Wraps a loader so that the first stage of a pipeline reads it for all.
@@ -44,6 +47,9 @@ class PipelineLoader:
         self.__dict__["_loader"] = loader
         self.__dict__["_shared"] = shared
         self.__dict__["_place"] = replica, replicas
+        for name in _KEEPS_ITS_PLACE:  # Python looks for a protocol's methods without __getattr__
+            if hasattr(loader, name):
+                self.__dict__[name] = getattr(loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate. Collective over the pipeline, and so is every ``next``.

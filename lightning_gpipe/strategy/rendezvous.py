@@ -33,6 +33,8 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
     if "nccl" in backend:
         # NCCL's own watchdog would end processes before ours has told them why
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        # messages of a group run in order, which each direction between two ranks has its own for
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     interface = gloo_interface()
     if interface is not None:
         os.environ[_GLOO] = interface

@@ -343,15 +343,16 @@ def _all_equal(column: Sequence[Leaf]) -> bool:
     first = column[0]
     if isinstance(first, Tensor):
         return all(
-            leaf is first
-            or (isinstance(leaf, Tensor) and leaf.dtype == first.dtype and _are_equal(leaf, first))
+            leaf is first or (isinstance(leaf, Tensor) and _are_equal(leaf, first))
             for leaf in column[1:]
         )
     return all(not isinstance(leaf, Tensor) and leaf == first for leaf in column[1:])
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one type have the same shape and values; NaN is equal to NaN."""
+    """Whether type, device, shape and values are the same; NaN is equal to NaN."""
+    if a.dtype != b.dtype or a.device != b.device:
+        return False
     if torch.equal(a, b):
         return True
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

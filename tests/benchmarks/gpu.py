@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.gpu.__main__ import main
+from tests.gpu.checks import main
 
 if __name__ == "__main__":
     sys.exit(main())

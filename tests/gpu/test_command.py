@@ -7,9 +7,9 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from tests.gpu import __main__ as command
+from tests.gpu import checks as command
 from tests.gpu import test_gpu
-from tests.gpu.runs import OneGPU
+from tests.gpu.one_gpu import OneGPU
 
 
 def test_without_a_gpu_it_says_so_and_ends_with_2(
@@ -21,7 +21,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(
 
 
 def test_arguments() -> None:
-    assert command.arguments([]).only == list(command.CHECKS)
+    assert command.arguments([]).only == [*command.CHECKS][: -len(command.LONG)]
     assert command.arguments(["--only", "memory", "--only", "plain"]).only == ["memory", "plain"]
     with pytest.raises(SystemExit):
         command.arguments(["--only", "nothing"])
@@ -43,7 +43,7 @@ def test_an_error_of_a_check_is_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_all_tests_of_the_gpu_are_marked() -> None:
     tests = [value for name, value in vars(test_gpu).items() if name.startswith("test_")]
-    assert len(tests) == 5
+    assert len(tests) == 10
     assert all("gpu" in {mark.name for mark in test.pytestmark} for test in tests)
 
 
