@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.benchmarks.report import Table
@@ -43,6 +46,41 @@ def test_peak_memory(tmp_path: Path) -> None:
         "ideal", "one process", "lightning-gpipe, mini-batch step",
     ]  # fmt: skip
     assert all(peak > 0 for _, figures in table.rows for peak in figures)
+
+
+def waits(turn: Turn) -> None:
+    turn.next()
+    time.sleep(100)
+
+
+def lead(pipe: Connection) -> None:
+    pipe.send("begun")
+    take_turns([Contestant("a", waits, 2)], rounds=1, steps=1, warm_up=0)
+
+
+def test_contestants_end_with_who_leads_the_rounds() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    leader = context.Process(target=lead, args=(theirs,))
+    leader.start()
+    theirs.close()
+    assert ours.recv() == "begun"
+    children = f"/proc/{leader.pid}/task/{leader.pid}/children"
+    while not (found := Path(children).read_text().split()):
+        time.sleep(0.05)
+    leader.kill()
+    leader.join()
+    end = time.monotonic() + 10
+    while any(_runs(child) for child in found):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _runs(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def fails(turn: Turn) -> None:

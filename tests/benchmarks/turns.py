@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import signal
 import statistics
 import sys
 import time
@@ -33,6 +34,7 @@ from tests.ranks import HOST, free_port
 
 _CONTEXT = multiprocessing.get_context("fork")
 _M_MMAP_THRESHOLD = -3  # of mallopt
+_PR_SET_PDEATHSIG = 1  # of prctl
 
 
 class Turn:
@@ -293,6 +295,7 @@ def _run(
     contestant: Contestant, pipe: Connection, rank: int, port: int, exact_memory: bool
 ) -> None:
     """Run in a contestant's process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with who leads the rounds
     os.environ.update(
         MASTER_ADDR=HOST,
         MASTER_PORT=str(port),
