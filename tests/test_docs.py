@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -59,8 +59,12 @@ def test_the_code_of_a_page_runs(
 
 def weights(page: Path, folder: Path, devices: int) -> tuple[dict[str, Any], int]:
     """Train as a recipe says; returns the weights, and the number of stages."""
-    with contextlib.chdir(folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
         names = pages.run(page, devices, STEPS)
+    finally:
+        os.chdir(before)
     trainer = names["trainer"]
     assert trainer.global_step == STEPS
     return names["model"].state_dict(), trainer.strategy.stages

@@ -266,8 +266,7 @@ def test_signals_from_outside(signals: signal.Signals, to: int | None, message: 
 def test_the_error_stands_last_and_its_traceback_once(where: str, note: str) -> None:
     """And nobody has to scroll: one line per rank, the user's frames, the error."""
     screen = screen_of(by_the_launcher(where, 1))
-    error = f"Rank 1 (stage 1) failed: Broken: broken in {where}"
-    error += note if sys.version_info >= (3, 11) else ""
+    error = f"Rank 1 (stage 1) failed: Broken: broken in {where}{note}"
     after = screen[screen.index(" failed: ") :].strip().splitlines()
     assert after[-1] == error, screen
     assert screen.count(error) == 3, screen  # a line of each rank, and the last one

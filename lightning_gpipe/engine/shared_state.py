@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.layer_state import is_held, is_own, places_of, shared_places
+from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.places import Contents, Place, has_changed
 
@@ -140,10 +141,11 @@ class SharedState:
         """Tell what a layer that failed may have missed."""
         pairs = zip(self._places, self._parts, strict=True)
         names = [place.name for place, users in pairs if place and is_own(place) and part in users]
-        if names and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
+        if names:
+            add_note(
+                error,
                 f"Layers of this stage share {', '.join(names[:3])} with layers of other stages."
-                f" What those leave there isn't here.{_REMEDY}"
+                f" What those leave there isn't here.{_REMEDY}",
             )
 
     def _problem(self, index: int) -> str:

@@ -20,6 +20,7 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
 from lightning_gpipe.engine.writes import ParameterWrites
+from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -264,10 +265,8 @@ class Stage:
         except Exception as error:
             if "support saved tensor hooks" in str(error):  # torch.func's
                 raise RuntimeError(f"{error} {_KEEP_ALL}") from error
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(
-                    f"In layer {index} ({type(layer).__name__}) of the backbone, micro-batch {m}."
-                )
+            where = f"layer {index} ({type(layer).__name__}) of the backbone"
+            add_note(error, f"In {where}, micro-batch {m}.")
             raise
         if looks:
             randomness.look_at_all(base)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from lightning_gpipe.model.elsewhere import is_elsewhere
+from lightning_gpipe.model.notes import add_note
 
 
 @contextmanager
@@ -21,11 +22,12 @@ def explained(module: nn.Module) -> Iterator[None]:
         yield
     except (AttributeError, TypeError) as error:
         name = _missing(module, str(error))
-        if name is not None and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
+        if name is not None:
+            add_note(
+                error,
                 f"Layers leave '{name}' on the stage where they run, and those of other stages have"
                 " none here. Return it with the backbone's output, shape [batch, ...], and let the"
-                " step use that."
+                " step use that.",
             )
         raise
 
