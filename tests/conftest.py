@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def pytest_collection_finish() -> None:
     """What is imported stays: no collection needs to look at it, which takes half a second."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is left at the end is told of as leaked
 
 
 @pytest.fixture(autouse=True)

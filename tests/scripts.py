@@ -7,6 +7,7 @@ own beginning it has put processes aside that have imported just as little, for 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -183,6 +184,7 @@ def _main() -> None:
         warnings.simplefilter("ignore")
         import lightning.pytorch.strategies.launchers.subprocess_script as launcher
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is left at the end is told of as leaked
     start = _serve(socket.socket(fileno=int(sys.argv[1])))
     aside, instead = _put_aside()
     start = instead or start
