@@ -185,7 +185,7 @@ class LazyModule:
         begun: dict[int, Tensor] = {}
         for part in parts:
             for name, tensor in _tensors_of(part):  # those with values aren't to be changed
-                is_known = not tensor.is_meta  # and drawn anew where all else is
+                is_known = not tensor.is_meta  # what it draws comes from the host's generator, too
                 value = tensor.detach().to(_HOST, copy=True) if is_known else values.get(id(tensor))
                 entry = begun.setdefault(id(tensor), _begun(tensor, value))
                 _entries(part, name)[name] = entry
