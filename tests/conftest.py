@@ -21,10 +21,6 @@ def pytest_configure() -> None:
     wanted = [str(tests / "start"), str(tests.parent)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *filter(None, paths)]))
     torch.set_num_threads(1)
-    if "GPU_SUITE" in os.environ:  # python -m tests.gpu --only suite-nccl
-        from tests.gpu.one_gpu import take_over
-
-        take_over(os.environ["GPU_SUITE"])
 
 
 def pytest_collection_finish() -> None:

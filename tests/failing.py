@@ -228,10 +228,6 @@ def run(
 
 
 if __name__ == "__main__":
-    if "GPU_SUITE" in os.environ:
-        from tests.gpu.one_gpu import take_over
-
-        take_over(os.environ["GPU_SUITE"])
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -37,8 +36,4 @@ def main(start_method: str, nodes: int, out: str, epochs: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    if "GPU_SUITE" in os.environ:
-        from tests.gpu.one_gpu import take_over
-
-        take_over(os.environ["GPU_SUITE"])
     main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

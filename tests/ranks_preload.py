@@ -16,10 +16,5 @@ if "STRICT_MODE" in os.environ:  # python -m tests.strict --all
 
     take_over(os.environ["STRICT_MODE"])
 
-if "GPU_SUITE" in os.environ:  # python -m tests.gpu --only suite-nccl
-    from tests.gpu.one_gpu import take_over as use_one_gpu
-
-    use_one_gpu(os.environ["GPU_SUITE"])
-
 gc.collect()
 gc.freeze()  # what is imported stays: collections in the ranks needn't look at it

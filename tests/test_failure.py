@@ -14,6 +14,7 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import children
 from tests import failing, models
@@ -342,6 +344,14 @@ def test_an_error_at_the_end_of_a_run_on_one_rank(rank: int) -> None:
         run_ranks(fail_to_end, 2, rank, timeout_s=60)
     _, *screens = re.split(r"\nrank \d:\n", str(caught.value))
     assert all("broken in the end of the run" in screen for screen in screens)
+
+
+def test_notes_are_kept_where_errors_have_none() -> None:
+    """As with Python 3.10."""
+    error = SimpleNamespace()
+    for text in ("one", "two"):
+        add_note(error, text)  # type: ignore[arg-type]
+    assert error.__notes__ == ["one", "two"]
 
 
 def test_a_failed_child_is_not_seen_at_once() -> None:

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 
 DEVICE = "cuda" if "GPU_SUITE" in os.environ else "cpu"
-QUIET = {
+QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
     "enable_checkpointing": False,
@@ -27,3 +27,9 @@ def train(module: L.LightningModule, data: Any = None, **options: Any) -> dict[s
     """Train a module, and return its state: the whole module's on rank 0."""
     trainer(**options).fit(module, data)
     return module.state_dict()
+
+
+if DEVICE == "cuda":  # python -m tests.gpu --only suite-nccl
+    from tests.gpu.one_gpu import take_over
+
+    QUIET["accelerator"] = take_over(os.environ["GPU_SUITE"])

@@ -136,7 +136,7 @@ class ObjectChannel(Peers):
 
         The other end must receive it.
         """
-        blob, tensors = packing.pack(value, self.is_in_host)
+        blob, tensors = packing.pack(value, self.is_in_host("cpu"))
         for part in packing.frames(_KINDS.index(kind), blob):
             _wait_for(self._posted([to], part))
         for tensor in tensors:
@@ -191,7 +191,7 @@ class ObjectChannel(Peers):
             self._pending.popleft()[0].wait()
 
     def _broadcast_from_here(self, kind: Kind, value: Any) -> None:
-        blob, tensors = packing.pack(value, self.is_in_host)
+        blob, tensors = packing.pack(value, self.is_in_host("cpu"))
         children = self._tree(self.index)[1]
         under_way: list[_Sent] = []
         for part in packing.frames(_KINDS.index(kind), blob):

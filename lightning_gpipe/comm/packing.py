@@ -22,21 +22,19 @@ _SMALL = 1 << 13  # bytes up to which a tensor is pickled
 _KIND_AND_LENGTH = struct.Struct("<qq")
 _ROOM = FRAME - _KIND_AND_LENGTH.size
 
-IsInHost = Callable[[str], bool]  # whether tensors of a device type travel through host memory
 
-
-def pack(value: Any, is_in_host: IsInHost) -> tuple[bytes, list[Tensor]]:
+def pack(value: Any, pickles_small: bool) -> tuple[bytes, list[Tensor]]:
     """Pickle an object.
 
     Args:
         value: Any object that pickles.
-        is_in_host: Tells the device types whose small tensors may be pickled.
+        pickles_small: Whether small tensors in host memory are pickled.
 
     Returns:
         The pickled object, and the tensors that travel by themselves, in order.
     """
     file = io.BytesIO()
-    packer = _Packer(file, is_in_host)
+    packer = _Packer(file, pickles_small)
     packer.dump(value)
     return file.getvalue(), packer.tensors
 
@@ -89,10 +87,10 @@ def host_buffer(length: int) -> Tensor:
 class _Packer(pickle.Pickler):
     """Pickles an object, setting large tensors aside."""
 
-    def __init__(self, file: io.BytesIO, is_in_host: IsInHost) -> None:
+    def __init__(self, file: io.BytesIO, pickles_small: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._is_in_host = is_in_host
+        self._pickles_small = pickles_small
         self._seen: dict[int, tuple[int, Tensor]] = {}  # by id, which a tensor kept here holds
 
     def persistent_id(self, obj: Any) -> Any:
@@ -101,8 +99,8 @@ class _Packer(pickle.Pickler):
         known = id(obj) in self._seen
         index, _ = self._seen.setdefault(id(obj), (len(self._seen), obj))
         data, kind = None, obj.device.type
-        in_memory = kind == "cpu" and self._is_in_host(kind)
-        if in_memory and obj.numel() * obj.element_size() <= _SMALL:
+        is_small = obj.numel() * obj.element_size() <= _SMALL
+        if self._pickles_small and kind == "cpu" and is_small:
             data = strides.to_bytes(obj).numpy().tobytes()
         elif not known:
             self.tensors.append(obj)

@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.utils._pytree import tree_map_only
 
 from lightning_gpipe import GPipeStrategy
+from tests import ranks
 
 
 class OneGPU(CUDAAccelerator):
@@ -33,15 +34,15 @@ class OneGPU(CUDAAccelerator):
         os.environ.update(NCCL_HOSTID=f"process-{os.getpid()}", NCCL_SOCKET_IFNAME="lo")
 
 
-def take_over(backend: str) -> None:
-    """Let the suite's Trainers train on the GPU, in this process and in all that it forks.
+def take_over(backend: str) -> OneGPU:
+    """Let pipelines talk over a backend, and results of ranks come back in host memory.
 
     Args:
         backend: Of the process groups: gloo or nccl.
-    """
-    from tests import ranks, training
 
-    training.QUIET["accelerator"] = OneGPU()
+    Returns:
+        The accelerator for Trainers.
+    """
     made, call = GPipeStrategy.__init__, ranks._call
 
     @functools.wraps(made)
@@ -55,3 +56,4 @@ def take_over(backend: str) -> None:
 
     GPipeStrategy.__init__ = make  # type: ignore[method-assign]
     ranks._call = in_host_memory
+    return OneGPU()
