@@ -79,35 +79,45 @@ class Module(L.LightningModule):
 
 
 class Watch(L.Callback):
-    """Counts from the second step on, when the module is cut; Python collects no garbage."""
+    """Counts what steps hold at most; Python collects no garbage."""
 
     def __init__(self) -> None:
         self.left: list[int] = []
+        self.most: list[int] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         gc.disable()
         COUNTS[MOST] = 0
         self.left.append(COUNTS[NOW])
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.most.append(COUNTS[MOST])
+
     def on_train_end(self, *_: Any) -> None:
         gc.enable()
 
 
-def held(checkpoint: Checkpoint, **options: Any) -> tuple[int, int]:
-    """How many a rank held at most in a step, and how many were left after one."""
-    watch = Watch()
+def counted(
+    checkpoint: Checkpoint, stages: int = STAGES, virtual: int = VIRTUAL, **options: Any
+) -> Watch:
+    """What steps of a rank hold."""
+    watch, layers = Watch(), stages * virtual
     strategy = GPipeStrategy(
         MICRO_BATCHES,
-        stages=STAGES,
-        virtual_stages=VIRTUAL,
+        stages=stages,
+        virtual_stages=virtual,
         checkpoint=checkpoint,
-        balance=[1] * len(PLACEMENT),
+        balance=[1] * layers,
         **options,
     )
-    train(
-        Module(len(PLACEMENT)), max_epochs=1, devices=STAGES, strategy=strategy, callbacks=[watch]
-    )
-    return COUNTS[MOST], watch.left[-1]
+    train(Module(layers), max_epochs=1, devices=stages, strategy=strategy, callbacks=[watch])
+    return watch
+
+
+def held(checkpoint: Checkpoint, **options: Any) -> tuple[int, int]:
+    """How many a rank held at most in a step, and how many were left after one."""
+    watch = counted(checkpoint, **options)
+    return watch.most[-1], watch.left[-1]  # of the last step: the first one cuts the module
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", 0.5, "never"])
@@ -131,3 +141,19 @@ def test_micro_batch_step(checkpoint: Checkpoint, schedule: str) -> None:
     said = simulate(programs)
     found = run_ranks(in_micro_batches, STAGES, checkpoint, schedule)
     assert found == [(most, 0) for most in said.peak_graphs]
+
+
+def in_all_steps(stages: int, virtual: int, checkpoint: Checkpoint) -> list[int]:
+    return counted(checkpoint, stages, virtual, step="micro-batch", schedule="1f1b").most
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_the_first_step_holds_no_more_than_others(checkpoint: Checkpoint) -> None:
+    said = simulate(one_f_one_b(rounds(STAGES), MICRO_BATCHES, checkpoint)).peak_graphs
+    found = run_ranks(in_all_steps, STAGES, STAGES, 1, checkpoint)
+    assert found == [[most] * 3 for most in said]
+
+
+@pytest.mark.parametrize(("checkpoint", "most"), [("always", 1), ("never", 2)])
+def test_one_rank_holds_one_micro_batch(checkpoint: Checkpoint, most: int) -> None:
+    assert run_ranks(in_all_steps, 1, 1, 2, checkpoint) == [[most] * 3]  # of two stages

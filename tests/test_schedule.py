@@ -24,7 +24,13 @@ from lightning_gpipe.schedule.actions import (
 from lightning_gpipe.schedule.check import validate
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
-from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
+from lightning_gpipe.schedule.gpipe import (
+    chained,
+    fill_drain,
+    forward_only,
+    in_turn,
+    without_backwards,
+)
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.placement import rounds, there_and_back
 from lightning_gpipe.schedule.search import held, search
@@ -62,6 +68,31 @@ def test_fill_drain(mode: Checkpoint, expected: str) -> None:
 def test_forward_only() -> None:
     assert forward_only(rounds(2), 3) == one_stage_each("0F0 0F1 0F2", "1F0 1F1 1F2")
     validate(forward_only(rounds(2), 3))
+
+
+def test_one_rank_holds_one_micro_batch() -> None:
+    schedule = in_turn((0,), 3, "always")
+    assert " ".join(map(repr, schedule.programs[0])) == "0F0 0B0 0F1 0B1 0F2 0B2"
+    schedule = in_turn((0, 0), 2, 1)
+    assert " ".join(map(repr, schedule.programs[0])) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0R1 0B1"
+    validate(schedule)
+
+
+def test_ranks_wait_for_what_is_chained() -> None:
+    schedule = chained(one_f_one_b(rounds(3), 3, "never"), frozenset({0, 2}))
+    assert grid(schedule) == (
+        "rank 0 | 0F0         0F1 0F2             0B0 0B1 0B2\n"
+        "rank 1 |     1F0         1F1 1B0 1F2     1B1 1B2\n"
+        "rank 2 |         2F0 2B0     2F1 2B1 2F2 2B2"
+    )
+
+
+def test_what_is_chained_comes_first_with_several_stages_a_rank() -> None:
+    schedule = chained(fill_drain(rounds(2, 2), 3, "never"), frozenset({1}))
+    assert schedule.chained == {0, 1}
+    programs = [" ".join(map(repr, program)) for program in schedule.programs]
+    assert programs[0].startswith("0F0 2F0 0F1 2F1 0F2 2F2 2B2")
+    assert programs[1].startswith("1F0 3F0 1F1 3F1 1F2 3F2 3B2")
 
 
 def test_grid() -> None:
@@ -344,6 +375,9 @@ def operations(schedule: Schedule, rank: int) -> list[tuple[str, Action]]:
         target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(op, -1)
         if 0 <= target < len(placement) and placement[target] != rank:
             found.append(("send", action))
+        own_last = max(stage for stage, owner in enumerate(placement) if owner == rank)
+        if op == "F" and stage == own_last and action.micro_batch in schedule.chained:
+            found.append(("wait for all", schedule.last_of(action)))
     return found
 
 
@@ -362,6 +396,10 @@ def runs_one_message_at_a_time(schedule: Schedule) -> bool:
                 queue.pop()
                 other.pop()
                 progress = True
+        if all(q and q[-1] == queues[0][-1] and q[-1][0] == "wait for all" for q in queues):
+            for queue in queues:
+                queue.pop()
+            progress = True
     return not any(queues)
 
 
@@ -372,7 +410,13 @@ def test_ranks_post_messages_in_one_order(number: int) -> None:
         schedules = [found, fill_drain(placement, micro_batches, mode)]
         if placement == rounds(max(placement) + 1, placement.count(0)):
             schedules.append(one_f_one_b(placement, micro_batches, mode))
+        schedules.append(without_backwards(found))
+        generator = random.Random(repr(case))
+        for schedule in list(schedules):
+            some = [m for m in range(micro_batches) if generator.random() < 0.3]
+            schedules += [chained(schedule, frozenset({0})), chained(schedule, frozenset(some))]
         for schedule in schedules:
+            validate(schedule)
             assert runs_one_message_at_a_time(schedule), case
             everything = {action for program in schedule.programs for action in program}
             for rank, program in enumerate(schedule.programs):

@@ -40,8 +40,8 @@ from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.schedule.actions import Action, Schedule
 from lightning_gpipe.tensors.tree import Tree
 
-#: Makes a schedule for M micro-batches, with backwards or without, chained or not.
-MakeSchedule: TypeAlias = Callable[[int, bool, bool], Schedule]
+#: Makes a schedule for M micro-batches, with backwards or without, some of them new.
+MakeSchedule: TypeAlias = Callable[[int, bool, frozenset[int]], Schedule]
 _NOT_ALWAYS = (
     "The step doesn't call the backbone for micro-batch {m}, but for other micro-batches or"
     " mini-batches: with step='micro-batch' it calls it once for each. Use"
@@ -97,7 +97,7 @@ class PerMicroBatch:
         self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
-        self._plans: dict[tuple[int, bool, bool], Plan] = {}
+        self._plans: dict[tuple[int, bool, frozenset[int]], Plan] = {}
         self._running: Running | None = None
         self._counts: Counter[str] = Counter()  # of mini-batches
         self.trace = StepTrace(groups.stage, groups.device, holders, self._seeds)
@@ -142,10 +142,10 @@ class PerMicroBatch:
             factor.
         """
         names = [f"{kind} {look}" for look in looks]
-        is_chained = self._groups.stages == 1 or any(name not in self._outlines for name in names)
-        plan = self._plan(len(sizes), before_last is not None, is_chained)
+        new = {name: names.index(name) for name in names if name not in self._outlines}
+        plan = self._plan(len(sizes), before_last is not None, frozenset(new.values()))
         weighting = Weighting(sizes, scale)
-        running = Running(kind, sizes, names, is_chained, step, plan, before_last, weighting)
+        running = Running(kind, sizes, names, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
         self.outside.forwards.clear()
         self._counts[kind] += 1
@@ -183,10 +183,11 @@ class PerMicroBatch:
                 self._backward(running, running.batch, action, last[action.stage])
 
     def _forward(self, running: Running, action: Action) -> None:
-        if action.stage == (self._rank.stages[0] if running.is_chained else self._anchor):
+        is_chained = action.micro_batch in running.plan.chained
+        if action.stage == (self._rank.stages[0] if is_chained else self._anchor):
             self._run_step(running, action.micro_batch)
             return
-        if running.is_chained:
+        if is_chained:
             return  # it ran with the one before
         call = self._calls[running.kind]
         if call is None:
@@ -275,7 +276,7 @@ class PerMicroBatch:
         is_looked_at = m == 0 and count & (count - 1) == 0  # the 1st, the 2nd, the 4th, ...
         kept = KeptTensors(self._modules) if is_looked_at else None
         with self.outside.forwards:
-            for stage in self._rank.stages if running.is_chained else [self._anchor]:
+            for stage in self._rank.stages if m in running.plan.chained else [self._anchor]:
                 self._rank.executor.do(Action(stage, "F", m), batch)
         self._overwrites.mark(batch, given)
         if kept is not None:
@@ -305,8 +306,8 @@ class PerMicroBatch:
             executor.announce(running.plan.program, running.batch)
         return running.batch
 
-    def _plan(self, count: int, trains: bool, is_chained: bool) -> Plan:
-        key = count, trains, is_chained
+    def _plan(self, count: int, trains: bool, new: frozenset[int]) -> Plan:
+        key = count, trains, new
         if key not in self._plans:
-            self._plans[key] = Plan.of(self._schedule(*key), self._groups.stage, is_chained)
+            self._plans[key] = Plan.of(self._schedule(*key), self._groups.stage)
         return self._plans[key]

@@ -19,11 +19,13 @@ class Plan:
         program: Its actions.
         leads: See :func:`lightning_gpipe.schedule.simulate.leads`.
         receives: See :func:`lightning_gpipe.schedule.simulate.receives`.
+        chained: See :class:`lightning_gpipe.schedule.actions.Schedule`.
     """
 
     program: Program
     leads: Mapping[tuple[int, int], int] = field(default_factory=dict)
     receives: Mapping[Action, Sequence[Action]] = field(default_factory=dict)
+    chained: frozenset[int] = frozenset()
 
     @cached_property
     def forwards(self) -> Program:
@@ -46,11 +48,12 @@ class Plan:
         return kept_graphs(self.program)
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, is_chained: bool = False) -> Plan:
-        """A rank's part of a schedule; see :func:`receives`.
+    def of(cls, schedule: Schedule, rank: int) -> Plan:
+        """A rank's part of a schedule.
 
         Raises:
             ValueError: If the schedule isn't valid.
         """
         validate(schedule)
-        return cls(schedule.programs[rank], leads(schedule), receives(schedule, rank, is_chained))
+        own = schedule.programs[rank]
+        return cls(own, leads(schedule), receives(schedule, rank), schedule.chained)

@@ -41,8 +41,6 @@ class Running:
         kind: The kind of step, such as training.
         sizes: Samples in each micro-batch.
         names: Tell which shapes come out of the backbone.
-        is_chained: Whether each micro-batch goes through all stages in the user's call, because its
-            shapes aren't known yet.
         step: The user's step.
         plan: What this rank does.
         before_last: Called before the last backward of each stage, and of either side; None: the
@@ -58,7 +56,6 @@ class Running:
     kind: str
     sizes: Sequence[int]
     names: Sequence[str]
-    is_chained: bool
     step: Step
     plan: Plan
     before_last: BeforeLast | None

@@ -156,12 +156,10 @@ class ModelMemory:
             settings: The schedule, and what is re-materialized.
             micro_batches: M.
             replicas: D.
-            is_first: Whether it is a mini-batch whose shapes are new. With ``step="micro-batch"``
-                all forwards come before the backwards then, whatever the schedule.
+            is_first: Whether it is a mini-batch whose shapes are new.
         """
         schedules = Schedules.unmeasured(settings, partition, replicas)
-        is_chained = is_first or partition.count == 1
-        schedule = schedules.make(micro_batches, is_chained=is_chained)
+        schedule = schedules.make(micro_batches, new=frozenset([0] if is_first else []))
         is_whole_batch = settings.step == "mini-batch"
         common = self.outside if is_whole_batch else self.everywhere
         outside = dict.fromkeys(range(partition.count), common)

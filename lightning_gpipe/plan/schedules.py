@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +10,13 @@ from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.actions import Schedule
 from lightning_gpipe.schedule.checkpoint import recomputed
 from lightning_gpipe.schedule.costs import Costs
-from lightning_gpipe.schedule.gpipe import chained, fill_drain, forward_only, without_backwards
+from lightning_gpipe.schedule.gpipe import (
+    chained,
+    fill_drain,
+    forward_only,
+    in_turn,
+    without_backwards,
+)
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import held, search
@@ -62,22 +67,29 @@ class Schedules:
             "searched",
         )
 
-    def make(self, micro_batches: int, trains: bool = True, is_chained: bool = False) -> Schedule:
+    def make(
+        self, micro_batches: int, trains: bool = True, new: frozenset[int] = frozenset()
+    ) -> Schedule:
         """The schedule for M micro-batches.
 
         Args:
             micro_batches: M.
             trains: Whether there are backwards.
-            is_chained: Whether each goes through all stages before the next.
+            new: Micro-batches of which it isn't known what comes out of the backbone.
         """
         checkpoint = self.settings.recomputing
         if self.settings.step == "mini-batch":
             return fill_drain(self.placement, micro_batches, checkpoint)
-        if is_chained:
-            schedule = chained(self.placement, micro_batches, checkpoint)
-            return schedule if trains else without_backwards(schedule)
+        if max(self.placement) == 0:
+            alone = in_turn(self.placement, micro_batches, checkpoint)
+            return alone if trains else without_backwards(alone)
+        return chained(self._of_several(micro_batches, trains), new)
+
+    def _of_several(self, micro_batches: int, trains: bool) -> Schedule:
+        """The schedule of several ranks, with ``step="micro-batch"``."""
         if not trains:
             return forward_only(self.placement, micro_batches)
+        checkpoint = self.settings.recomputing
         match self.settings.schedule:
             case "fill_drain":
                 return fill_drain(self.placement, micro_batches, checkpoint, ascending=True)
@@ -101,4 +113,4 @@ class Schedules:
         """The largest number of micro-batches whose activations a stage holds."""
         kept = micro_batches - recomputed(self.settings.recomputing, micro_batches)
         stages = max(self.placement) + 1
-        return math.inf if stages == 1 else max(_HELD, min(kept, HELD_OF_KEPT * stages))
+        return max(_HELD, min(kept, HELD_OF_KEPT * stages))

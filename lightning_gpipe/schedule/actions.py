@@ -44,10 +44,17 @@ class Schedule:
     Args:
         programs: The program of each rank.
         placement: For each stage the rank that runs it. Stages in order may stand on any ranks.
+        chained: Micro-batches whose forwards run through all stages while every rank waits: none
+            goes on behind its own ones before the last stage's ended.
     """
 
     programs: tuple[Program, ...]
     placement: tuple[int, ...]
+    chained: frozenset[int] = frozenset()
+
+    def last_of(self, forward: Action) -> Action:
+        """The last stage's forward of the same micro-batch."""
+        return forward._replace(stage=len(self.placement) - 1)
 
     def invalid(self, problem: str) -> ValueError:
         """The error that says what is wrong, with all programs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from lightning_gpipe.schedule.actions import Action, Program, Schedule
@@ -47,20 +48,47 @@ def fill_drain(
 
 
 @lru_cache(maxsize=256)
-def chained(placement: tuple[int, ...], micro_batches: int, checkpoint: Checkpoint) -> Schedule:
-    """All forwards, one micro-batch after another through all stages, then all backwards.
+def in_turn(placement: tuple[int, ...], micro_batches: int, checkpoint: Checkpoint) -> Schedule:
+    """One micro-batch after another, forward and backward: for one rank, which waits for nobody.
+
+    The last stage recomputes nothing, since its backward follows its forward at once.
 
     Args:
-        placement: For each stage its rank.
+        placement: For each stage its rank, which is 0.
         micro_batches: M.
-        checkpoint: Of which micro-batches activations are re-materialized.
+        checkpoint: Of which micro-batches activations are re-materialized; the last ones are.
     """
-    whole = fill_drain(placement, micro_batches, checkpoint, ascending=True)
+    again = micro_batches - recomputed(checkpoint, micro_batches)
+    stages = range(len(placement))
+    program: list[Action] = []
+    for m in range(micro_batches):
+        program += [Action(stage, "F", m) for stage in stages]
+        for stage in reversed(stages):
+            program += backward(stage, m, m >= again and stage != stages[-1])
+    return Schedule((tuple(program),), placement, frozenset(range(micro_batches)))
+
+
+def chained(schedule: Schedule, micro_batches: frozenset[int]) -> Schedule:
+    """A schedule of which some micro-batches are chained; see :class:`Schedule`.
+
+    A rank of one stage has the same program, and waits in it. With several stages a rank those
+    micro-batches' forwards, and all before them, come before the rest of the program.
+
+    Args:
+        schedule: The schedule.
+        micro_batches: Those that are chained.
+    """
+    if not micro_batches:
+        return schedule
+    if len(schedule.placement) == len(schedule.programs):
+        return replace(schedule, chained=micro_batches)
+    end = max(micro_batches) + 1
     programs = []
-    for program in whole.programs:
-        forwards = sorted(_forwards(program), key=lambda action: action.micro_batch)
-        programs.append((*forwards, *(action for action in program if action.op != "F")))
-    return Schedule(tuple(programs), placement)
+    for program in schedule.programs:
+        first = [action for action in _forwards(program) if action.micro_batch < end]
+        first.sort(key=lambda action: (action.micro_batch, action.stage))
+        programs.append((*first, *(action for action in program if action not in first)))
+    return replace(schedule, programs=tuple(programs), chained=frozenset(range(end)))
 
 
 @lru_cache(maxsize=256)
@@ -71,7 +99,7 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
 
 def without_backwards(schedule: Schedule) -> Schedule:
     """The forwards of a schedule."""
-    return Schedule(tuple(map(_forwards, schedule.programs)), schedule.placement)
+    return replace(schedule, programs=tuple(map(_forwards, schedule.programs)))
 
 
 def backward(stage: int, m: int, again: bool) -> list[Action]:

@@ -92,20 +92,17 @@ def leads(schedule: Schedule) -> dict[tuple[int, int], int]:
     return most
 
 
-def receives(
-    schedule: Schedule, rank: int, is_chained: bool = False
-) -> dict[Action, tuple[Action, ...]]:
+def receives(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
     """When a rank posts its receives, so that ranks post all messages in one order.
 
     The order is that in which the messages are made when all actions take as long as each other. A
     message that waits for those before it in this order, on both ranks, waits for nothing else: no
-    rank waits for ever, even if a device runs one operation at a time.
+    rank waits for ever, even if a device runs one operation at a time. A chained micro-batch's come
+    when its last forward ends: until then ranks wait, and what others make has to arrive.
 
     Args:
         schedule: The programs of all ranks.
         rank: The rank.
-        is_chained: Whether no micro-batch's forward begins before that of the last one ended on all
-            stages.
 
     Returns:
         For an action of the rank the actions of other ranks whose messages arrive during it, in
@@ -113,10 +110,11 @@ def receives(
     """
     units = (1.0,) * len(schedule.placement)
     spans = simulate(schedule, Costs(units, units, units, units, units)).spans
+    ends = {span.action: span.end for span in spans}
 
     def when(span: Span) -> tuple[Any, ...]:
-        stage, op, m = span.action
-        return (-1, m, stage) if is_chained and op == "F" else (span.end, *span.action)
+        is_chained = span.action.op == "F" and span.action.micro_batch in schedule.chained
+        return (ends[schedule.last_of(span.action)] if is_chained else span.end, *span.action)
 
     order = [(span.action, span.rank) for span in sorted(spans, key=when)]
     place = {action: i for i, (action, _) in enumerate(order)}
@@ -166,12 +164,28 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[int]]:
                         break
                     arrival = ends[made]
                     arrival += costs.message * (placement[made.stage] != rank)
+                passed = _waits_for(schedule, program, cursor[rank])
+                if passed is not None:
+                    if passed not in ends:
+                        break
+                    arrival = max(arrival, ends[passed])
                 start = max(clock[rank], arrival)
                 clock[rank] = ends[action] = start + times[action.op][action.stage]
                 spans.append(Span(rank, action, start, clock[rank]))
                 cursor[rank] += 1
                 progress = True
     return spans, cursor
+
+
+def _waits_for(schedule: Schedule, program: Program, place: int) -> Action | None:
+    """The end of a chained micro-batch's forwards, for which a rank waits before an action."""
+    if not place or not schedule.chained:
+        return None
+    before, action = program[place - 1], program[place]
+    if before.op != "F" or before.micro_batch not in schedule.chained:
+        return None
+    goes_on = action.op == "F" and action.micro_batch == before.micro_batch
+    return None if goes_on else schedule.last_of(before)
 
 
 def grid(schedule: Schedule) -> str:
