@@ -439,6 +439,13 @@ def test_a_search_holds_no_more_than_1f1b_where_all_is_recomputed(
     assert held(schedule) == held(one_f_one_b(placement, micro_batches, "always")) == 1
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches", "length"), [(4, 8, 27), (8, 16, 55)])
+def test_messages_change_little(ranks: int, micro_batches: int, length: float) -> None:
+    costs = Costs.of([1.0] * ranks, message=0.02)
+    schedule = search(rounds(ranks), micro_batches, "never", costs, 1.5 * ranks)
+    assert simulate(schedule, costs).length <= length + 0.02 * ranks
+
+
 def test_a_search_keeps_little() -> None:
     tracemalloc.start()
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -74,11 +74,12 @@ def search(
     none = tuple(end for _ in placement)
     found: list[_Found] = []
     shared: dict[Action, Action] = {}
-    # with rounded times what comes almost together does so, and ranks keep in step
+    # with rounded times what comes almost together does so, and ranks keep in step; nor do they
+    # begin something else in the little time that a message takes
     for guess, begins, factors in (
         (costs, split, _FACTORS),
         (costs.rounded(1), split, _FACTORS),
-        (costs.rounded(4), split, (1.0, math.inf)),
+        (replace(costs.rounded(4), message=0.0), split, (1.0, math.inf)),
         (costs, [] if splits_all else [none], (1.0, math.inf)),
     ):
         shares = _SHARES if limit < math.inf else (1.0,)
