@@ -87,7 +87,8 @@ def chained(schedule: Schedule, micro_batches: frozenset[int]) -> Schedule:
     for program in schedule.programs:
         first = [action for action in _forwards(program) if action.micro_batch < end]
         first.sort(key=lambda action: (action.micro_batch, action.stage))
-        programs.append((*first, *(action for action in program if action not in first)))
+        is_rest = set(program).difference(first).__contains__
+        programs.append((*first, *filter(is_rest, program)))
     return replace(schedule, programs=tuple(programs), chained=frozenset(range(end)))
 
 
