@@ -95,6 +95,16 @@ def test_what_is_chained_comes_first_with_several_stages_a_rank() -> None:
     assert programs[1].startswith("1F0 3F0 1F1 3F1 1F2 3F2 3B2")
 
 
+@pytest.mark.parametrize("name", ["searched", "interleaved", "fill_drain"])
+def test_what_is_chained_last_is_recomputed_too(name: str) -> None:
+    settings = Settings(
+        6, 2, None, "flops", "always", True, step="micro-batch", schedule=name, virtual_stages=2
+    )
+    schedules = Schedules(settings, rounds(2, 2), 1, Costs.of([1.0] * 4))
+    assert held(schedules.make(6, new=frozenset({0, 5}))) == 0.5
+    assert held(schedules.make(6, new=frozenset({0}))) <= held(schedules.make(6)) + 0.5
+
+
 def test_grid() -> None:
     assert grid(fill_drain(rounds(3), 3, "always")) == (
         "rank 0 | 0F0 0F1 0F2 0R2                 0B2 0R1 0B1 0R0 0B0\n"

@@ -159,7 +159,9 @@ class ModelMemory:
             is_first: Whether it is a mini-batch whose shapes are new.
         """
         schedules = Schedules.unmeasured(settings, partition, replicas)
-        schedule = schedules.make(micro_batches, new=frozenset([0] if is_first else []))
+        is_uneven = self.part * micro_batches > 1 + 1e-6  # so the last one looks otherwise
+        new = [0, micro_batches - 1 if is_uneven else 0] if is_first else []
+        schedule = schedules.make(micro_batches, new=frozenset(new))
         is_whole_batch = settings.step == "mini-batch"
         common = self.outside if is_whole_batch else self.everywhere
         outside = dict.fromkeys(range(partition.count), common)

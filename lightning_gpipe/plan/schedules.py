@@ -83,7 +83,13 @@ class Schedules:
         if max(self.placement) == 0:
             alone = in_turn(self.placement, micro_batches, checkpoint)
             return alone if trains else without_backwards(alone)
-        return chained(self._of_several(micro_batches, trains), new)
+        has_several = len(self.placement) > max(self.placement) + 1  # stages on a rank
+        if trains and has_several and max(new, default=0) > 0:
+            # forwards come first, and none is followed at once by a backward that reuses it
+            schedule = fill_drain(self.placement, micro_batches, checkpoint, ascending=True)
+        else:
+            schedule = self._of_several(micro_batches, trains)
+        return chained(schedule, new)
 
     def _of_several(self, micro_batches: int, trains: bool) -> Schedule:
         """The schedule of several ranks, with ``step="micro-batch"``."""

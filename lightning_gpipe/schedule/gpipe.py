@@ -1,4 +1,4 @@
-"""GPipe's schedule: all forwards, then all backwards."""
+"""GPipe's schedule, all forwards, then all backwards; one rank's; and what is made of others."""
 
 from __future__ import annotations
 
