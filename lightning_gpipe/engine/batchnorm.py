@@ -17,10 +17,9 @@ move again, as without a pipeline: once per mini-batch, when all its backwards a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,80 +27,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.engine.batch_statistics import Row, Seen, Statistics, move_all
 
-
-@dataclass(slots=True)
-class _Statistics:
-    """What one use of a layer sees of a mini-batch: a row per micro-batch.
-
-    Args:
-        layer: The layer.
-        mean: Rows for all micro-batches.
-        variance: The same.
-        count: Values per channel of the micro-batches so far.
-    """
-
-    layer: _NormBase
-    mean: tuple[Tensor, ...]
-    variance: tuple[Tensor, ...]
-    count: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, layer: _NormBase, mean: Tensor, micro_batches: int) -> _Statistics:
-        """None so far.
-
-        Args:
-            layer: The layer.
-            mean: Its running mean.
-            micro_batches: M.
-        """
-        # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
-        means, variances = mean.new_zeros(2, micro_batches, len(mean)).unbind()
-        return cls(layer, means.unbind(), variances.unbind())
-
-    def next(self, count: float) -> tuple[Tensor, Tensor]:
-        """The row of the next micro-batch.
-
-        Args:
-            count: Its values per channel.
-        """
-        m = len(self.count)
-        self.count.append(count)
-        return self.mean[m], self.variance[m]
-
-
-@dataclass(slots=True)
-class Seen:
-    """What layers see of a mini-batch, in its forwards or in its backwards.
-
-    Args:
-        micro_batches: M.
-        shares: Of each micro-batch, over how many times its samples SyncBatchNorm's statistics are.
-        uses: Of each layer, in order.
-        through: How many micro-batches are.
-    """
-
-    micro_batches: int = 0
-    shares: Sequence[float] = ()
-    uses: dict[_NormBase, list[_Statistics]] = field(default_factory=dict)
-    through: int = 0
-
-    def row(
-        self, layer: _NormBase, running: _Running, mean: Tensor, count: float
-    ) -> tuple[Tensor, ...]:
-        """The row for the next use of a layer.
-
-        Args:
-            layer: The layer.
-            running: It in the running micro-batch.
-            mean: Its running mean.
-            count: Values per channel.
-        """
-        uses = self.uses.setdefault(layer, [])
-        if running.uses == len(uses):
-            uses.append(_Statistics.of(layer, mean, self.micro_batches))
-        running.uses += 1
-        return uses[running.uses - 1].next(count)
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
@@ -109,24 +37,35 @@ class _Running:
     """A layer in the running micro-batch.
 
     Args:
+        layer: The layer.
         momentum: What it had before.
-        buffers: The same.
+        buffers: The same, of each of its running ones.
         uses: How often it has run.
         row: What it was pointed at last.
     """
 
+    layer: _NormBase
     momentum: float | None
-    buffers: dict[str, Tensor | None]
+    buffers: tuple[Tensor | None, ...]
     uses: int = 0
-    row: tuple[Tensor, ...] = ()
+    row: Row | None = None
 
-    def keep(self, layer: _NormBase) -> None:
+    def keep(self) -> None:
         """Keep what a layer of the user's has put in the row's place, and not in the row."""
+        if self.row is None:
+            return
+        buffers = self.layer._buffers
         for name, row in zip(_BUFFERS, self.row, strict=False):
-            put = layer._buffers.get(name)
+            put = buffers.get(name)
             if put is not row and put is not None:
                 with torch.no_grad():
                     row.copy_(put)
+
+    def end(self) -> None:
+        """Put back what the layer had."""
+        self.keep()
+        _set_momentum(self.layer, self.momentum)
+        self.layer._buffers.update(zip(_BUFFERS, self.buffers, strict=True))
 
 
 _BUFFERS = "running_mean", "running_var", "num_batches_tracked"
@@ -161,6 +100,7 @@ class DeferredBatchNorm:
         self._active: dict[_NormBase, _Running] | None = None
         self._seen = Seen()  # of the forwards
         self._into: Seen | None = None  # of what runs
+        self._nowhere: dict[_NormBase, Row] = {}  # where statistics go that nobody wants
 
     def __deepcopy__(self, memo: Any) -> DeferredBatchNorm:
         """The hook that a copy of a module gets, such as an average: it does nothing."""
@@ -189,6 +129,7 @@ class DeferredBatchNorm:
             isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in self._layers
         ):
             shares = self._shares_of(across, sizes)
+        self._nowhere.clear()
         self._seen = Seen(len(sizes), shares)
         return Seen(len(sizes), shares)
 
@@ -206,22 +147,18 @@ class DeferredBatchNorm:
     def micro_batch(self, recompute: bool) -> AbstractContextManager[None]:
         """Run one micro-batch's forward through the stage inside this context."""
         if not self._layers or not (self._deferred or recompute):
-            return nullcontext()
-        return self._pointed_at(None if recompute else self._seen)
+            return _NOTHING
+        return _PointedAt(self, None if recompute else self._seen)
 
-    @contextmanager
-    def _pointed_at(self, seen: Seen | None) -> Iterator[None]:
-        """Let layers leave their statistics there; None: nowhere."""
-        self._active = active = dict[_NormBase, _Running]()
-        self._into = seen
-        try:
-            yield
-        finally:
-            self._active = None
-            for layer, running in active.items():
-                running.keep(layer)
-                _set_momentum(layer, running.momentum)
-                layer._buffers.update(running.buffers)
+    def backward(self, seen: Seen) -> AbstractContextManager[None]:
+        """Run one micro-batch's backward inside this context.
+
+        Args:
+            seen: What :meth:`begin` has returned.
+        """
+        if not self._layers or not self._deferred:
+            return _NOTHING
+        return _PointedAt(self, seen, counts=True)
 
     def finish(self) -> None:
         """Move the running statistics by those of the mini-batch.
@@ -230,43 +167,32 @@ class DeferredBatchNorm:
         """
         seen, self._seen = self._seen, Seen()
         if seen.uses:
-            self._move_all(seen)
+            self._move(seen)
 
-    def backward(self, seen: Seen) -> AbstractContextManager[None]:
-        """Run one micro-batch's backward inside this context.
+    def point_at(self, seen: Seen | None) -> None:
+        """Let layers leave their statistics there; None: nowhere."""
+        self._active, self._into = {}, seen
 
-        Args:
-            seen: What :meth:`begin` has returned.
-        """
-        return self._backward(seen) if self._layers and self._deferred else nullcontext()
+    def point_back(self) -> None:
+        """Let them have what they had."""
+        active, self._active = self._active or {}, None
+        for running in active.values():
+            running.end()
 
-    @contextmanager
-    def _backward(self, seen: Seen) -> Iterator[None]:
-        with self._pointed_at(seen):
-            yield
+    def count(self, seen: Seen) -> None:
+        """Note that a micro-batch's backward is through."""
         seen.through += 1
         if seen.through == seen.micro_batches:
-            self._move_all(seen)
+            self._move(seen)
             seen.uses, seen.through = {}, 0  # a kept graph may go through once more
 
-    @torch.no_grad()
-    def _move_all(self, seen: Seen) -> None:
-        uses = [use for of_layer in seen.uses.values() for use in of_layer]
-        alike: dict[Any, list[int]] = defaultdict(list)
-        for i, use in enumerate(uses):
-            if isinstance(use.layer, nn.SyncBatchNorm):  # the statistics are of all replicas
-                use.count = [n * s for n, s in zip(use.count, seen.shares, strict=True)]
-            over_batch, mean = isinstance(use.layer, _BatchNorm), use.mean[0]
-            alone = -1 if self._together else i
-            alike[over_batch, len(use.count), mean.device, mean.dtype, alone].append(i)
-        moves: dict[int, tuple[Tensor, Tensor]] = {}
-        for (over_batch, *_), places in alike.items():
-            pooled = _pooled([uses[i] for i in places], over_batch)
-            moves.update(zip(places, pooled, strict=True))
-        for i, use in enumerate(uses):
-            _move(use.layer, *moves[i])
+    def _move(self, seen: Seen) -> None:
+        move_all(
+            [use for of_layer in seen.uses.values() for use in of_layer],
+            seen.shares,
+            self._together,
+        )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else once a micro-batch
     def _before_forward(
         self, layer: _NormBase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -276,9 +202,23 @@ class DeferredBatchNorm:
             return
         if not layer.track_running_stats:  # switched off to freeze the layer, perhaps
             return
+        if torch.compiler.is_compiling():
+            self._point_uncompiled(active, layer, args, kwargs)
+        else:
+            self._point(active, layer, args, kwargs)
+
+    def _point(
+        self,
+        active: dict[_NormBase, _Running],
+        layer: _NormBase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         buffers: dict[str, Any] = layer._buffers
         mean, variance = buffers.get("running_mean"), buffers.get("running_var")
-        values = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        values = args[0] if args else None
+        if not isinstance(values, Tensor):
+            values = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if mean is None or variance is None or values is None:
             return
         over_batch = isinstance(layer, _BatchNorm)
@@ -292,19 +232,50 @@ class DeferredBatchNorm:
             )
         running = active.get(layer)
         if running is None:
-            before = {name: buffers.get(name) for name in _BUFFERS}
-            running = active[layer] = _Running(layer.momentum, before)
-        running.keep(layer)
-        row: tuple[Tensor, ...]
-        if self._into is None:
-            row = torch.zeros_like(mean), torch.zeros_like(variance)
+            before = mean, variance, buffers.get("num_batches_tracked")
+            running = active[layer] = _Running(layer, layer.momentum, before)
         else:
-            row = self._into.row(layer, running, mean, count)
+            running.keep()
+        if self._into is None:
+            row = self._nowhere.get(layer)
+            if row is None:
+                row = self._nowhere[layer] = Statistics.of(layer, mean, 1).rows[0]
+        else:
+            row = self._into.row(layer, running.uses, mean, count)
+        running.uses += 1
         buffers["running_mean"], buffers["running_var"] = running.row = row
         buffers["num_batches_tracked"] = (
             torch.zeros((), dtype=torch.long, device=mean.device) if synchronized else None
         )
         _set_momentum(layer, 1.0)
+
+    #: The same where a layer is compiled, which would else be compiled once a micro-batch.
+    _point_uncompiled = torch.compiler.disable(_point)
+
+
+class _PointedAt:
+    """A context in which layers leave their statistics somewhere; None: nowhere.
+
+    Args:
+        batch_norm: Of the layers.
+        seen: Where.
+        counts: Whether a micro-batch's backward is through at the end.
+    """
+
+    __slots__ = "_batch_norm", "_counts", "_seen"
+
+    def __init__(
+        self, batch_norm: DeferredBatchNorm, seen: Seen | None, counts: bool = False
+    ) -> None:
+        self._batch_norm, self._seen, self._counts = batch_norm, seen, counts
+
+    def __enter__(self) -> None:
+        self._batch_norm.point_at(self._seen)
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        self._batch_norm.point_back()
+        if self._counts and self._seen is not None and error is None:
+            self._batch_norm.count(self._seen)
 
 
 def _set_momentum(layer: _NormBase, momentum: float | None) -> None:
@@ -313,70 +284,3 @@ def _set_momentum(layer: _NormBase, momentum: float | None) -> None:
         layer.__dict__["momentum"] = momentum
     else:
         layer.momentum = momentum
-
-
-def _pooled(uses: Sequence[_Statistics], over_batch: bool) -> list[tuple[Tensor, Tensor]]:
-    """The mean and the unbiased variance of a mini-batch, of each use.
-
-    With n_m values per channel in micro-batch m of mean μ_m and unbiased variance v_m, n = Σ n_m, μ
-    = Σ n_m μ_m / n: v = (Σ (n_m - 1) v_m + Σ n_m (μ_m - μ)²) / (n - 1). Every term is positive, so
-    v never is negative. InstanceNorm's v is Σ n_m v_m / n, with n samples.
-
-    Args:
-        uses: Of layers of one kind, with as many micro-batches each.
-        over_batch: Whether they normalise over the samples, unlike InstanceNorm.
-    """
-    # channels of all uses side by side: a few operations for all of them
-    widths, rows = [len(use.mean[0]) for use in uses], range(len(uses[0].count))
-    dtype = torch.promote_types(uses[0].mean[0].dtype, torch.float32)
-    means = torch.cat([use.mean[m] for m in rows for use in uses])
-    variances = torch.cat([use.variance[m] for m in rows for use in uses])
-    means, variances = (found.view(len(rows), -1).to(dtype) for found in (means, variances))
-    counts = torch.tensor([[use.count[m] for use in uses] for m in rows], dtype=dtype, device="cpu")
-    count = counts.repeat_interleave(torch.tensor(widths, device="cpu"), 1)
-    count = count.to(means.device, non_blocking=True)
-    total = _sum(count)
-    if not over_batch:
-        mean, variance = _sum(count * means) / total, _sum(count * variances) / total
-    else:
-        shift = means - means[0]  # small next to a large mean: no digits are lost
-        pooled_shift = _sum(count * shift) / total
-        spread = (count - 1) * variances + count * (shift - pooled_shift).square()
-        mean, variance = means[0] + pooled_shift, _sum(spread) / (total - 1)
-    return list(zip(mean.split(widths), variance.split(widths), strict=True))
-
-
-def _sum(rows: Tensor) -> Tensor:
-    """The sum of rows, in order: ``Tensor.sum`` takes another order for some of the columns.
-
-    Which of them depends on their number, so on the layers that are on a stage.
-    """
-    first, *others = rows.unbind()
-    total = first.clone()
-    for row in others:
-        total += row
-    return total
-
-
-def _move(layer: _NormBase, mean: Tensor, variance: Tensor) -> None:
-    """Fold the statistics of a mini-batch into a layer's running ones."""
-    running_mean, running_variance = layer.running_mean, layer.running_var
-    if running_mean is None or running_variance is None:
-        return
-    tracked, momentum = layer.num_batches_tracked, layer.momentum
-    over_batch = isinstance(layer, _BatchNorm)
-    if tracked is not None and over_batch:
-        tracked.add_(1)
-    share: Tensor | float = 0.0 if momentum is None else momentum
-    if momentum is None and over_batch:  # cumulative average; InstanceNorm knows none
-        share = 1.0 if tracked is None else tracked.to(mean.dtype).reciprocal()
-    _move_by(running_mean, mean, share)
-    _move_by(running_variance, variance, share)
-
-
-def _move_by(running: Tensor, seen: Tensor, share: Tensor | float) -> None:
-    """Fold a statistic into a running one. A share on the device stays there: no host waits."""
-    if isinstance(share, Tensor):
-        running.mul_(1 - share).add_(seen * share)
-    else:
-        running.mul_(1 - share).add_(seen, alpha=share)

@@ -66,26 +66,27 @@ class SharedState:
         return cls(layers, [found.get(name) for name in names], parts, own, groups)
 
     def watched(self, part: int) -> AbstractContextManager[None]:
-        """Note what changes inside this context.
+        """Note what changes inside this context, which is entered at once.
 
         Args:
             part: The virtual stage whose layers run.
         """
-        return self._watched(part) if self._places or self._outside else _NOTHING
+        if not self._places and not self._outside:
+            return _NOTHING
+        self._forwards[part] += 1
+        watches = bool(self._places) and _is_looked_at(self._forwards[part])
+        meets = bool(self._outside) and _is_looked_at(self._calls + 1)
+        return self._watched(part, watches, meets) if watches or meets else _NOTHING
 
     @contextmanager
-    def _watched(self, part: int) -> Iterator[None]:
-        self._forwards[part] += 1
-        with self._places_watched(part):
+    def _watched(self, part: int, watches: bool, meets: bool) -> Iterator[None]:
+        with self._places_watched(part) if watches else _NOTHING:
             yield
-        if self._outside and _is_looked_at(self._calls + 1):
+        if meets:
             self._met = self._meets()
 
     @contextmanager
     def _places_watched(self, part: int) -> Iterator[None]:
-        if not self._places or not _is_looked_at(self._forwards[part]):
-            yield
-            return
         pairs = zip(self._places, self._parts, strict=True)
         before = [place.contents() if place and part in users else None for place, users in pairs]
         try:

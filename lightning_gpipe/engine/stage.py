@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.attributes import LayerAttributes, States
 from lightning_gpipe.engine.autograd import no_values
-from lightning_gpipe.engine.batchnorm import DeferredBatchNorm, Seen
+from lightning_gpipe.engine.batch_statistics import Seen
+from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
