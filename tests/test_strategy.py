@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_registered_under_its_name() -> None:
         ({"balance": [2, 0]}, "at least one layer"),
         ({"balance": 3}, "balance must be"),
         ({"start_method": "thread"}, "start_method must be one of .popen.*fork"),
+        ({"timeout": 1800}, r"timeout must be a datetime.timedelta .* got timeout=1800\."),
+        ({"timeout": timedelta(0)}, "timeout must be a datetime.timedelta above zero"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], problem: str) -> None:

@@ -82,13 +82,24 @@ class Odd(Normalised):
         return DataLoader(TensorDataset(x, x), batch_size=6)
 
 
+class NewLook(Normalised):
+    """Replica 0 has micro-batches of another shape in its last step."""
+
+    def train_dataloader(self) -> Any:
+        replica = self.trainer.distributed_sampler_kwargs["rank"]
+        generator = torch.Generator().manual_seed(7 + replica)
+        x = torch.randn(18, models.WIDTH, generator=generator, dtype=torch.float64)
+        x = x[: 18 - 2 * (replica == 0)]
+        return DataLoader(TensorDataset(x, x.flip(0)), batch_size=6)
+
+
 class Synchronizing(GPipeStrategy):
     """Takes the layers above for kernels."""
 
     without_sync = frozenset()
 
 
-def fit(kind: str, stages: int, chunks: int, checkpoint: Any, steps: int = 4) -> Any:
+def fit(kind: str, stages: int, chunks: int, checkpoint: Any, steps: int = 4, **gpipe: Any) -> Any:
     """Train with two replicas; with no stages plainly, on the samples of both."""
     forward = nn.SyncBatchNorm.forward
     setattr(nn.SyncBatchNorm, forward.__name__, synchronized_forward)
@@ -97,7 +108,7 @@ def fit(kind: str, stages: int, chunks: int, checkpoint: Any, steps: int = 4) ->
         module = globals()[kind]("sgd")  # AdamW enlarges the rounding of a zero gradient
         options: dict[str, Any] = {"devices": 1}
         if stages:
-            strategy = Synchronizing(chunks, stages=stages, checkpoint=checkpoint)
+            strategy = Synchronizing(chunks, stages=stages, checkpoint=checkpoint, **gpipe)
             options = {"devices": 2 * stages, "strategy": strategy, "sync_batchnorm": True}
         run = trainer(max_steps=steps, max_epochs=1, use_distributed_sampler=False, **options)
         run.fit(module)
@@ -133,6 +144,19 @@ def test_statistics_are_of_the_mini_batch_of_all_replicas() -> None:
 def test_different_numbers_of_micro_batches() -> None:
     with pytest.raises(RankError, match=r"Replicas have \[1, 6\] micro-batches"):
         run_ranks(fit, 2, "Odd", 1, 6, "always")
+
+
+def fit_new_look(stages: int, virtual: int, micro: bool) -> Any:
+    step = "micro-batch" if micro else "mini-batch"
+    return fit("NewLook", stages, 2, "never", step=step, virtual_stages=virtual)
+
+
+@pytest.mark.parametrize("micro", [True, False])
+def test_a_shape_that_is_new_on_one_replica(micro: bool) -> None:
+    """Replicas run the stages of a rank in the same order, though one of them has to wait."""
+    one = run_ranks(fit_new_look, 2, 1, 1, micro)[0]
+    two = run_ranks(fit_new_look, 4, 2, 2, micro)[0]
+    torch.testing.assert_close(two, one, atol=1e-10, rtol=0)
 
 
 def fit_plainly(stages: int, devices: int) -> None:

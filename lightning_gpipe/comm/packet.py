@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,19 +29,23 @@ class Layout:
     Args:
         kinds: The types of its tensors.
         plain: For each whether its memory there is its values and nothing else.
+        starts: Where each begins.
+        length: Of all, with the header.
+        nbytes: Of the tensors.
     """
 
     kinds: tuple[TensorType, ...]
-    plain: tuple[bool, ...] = ()
+    plain: tuple[bool, ...] = field(init=False)
+    starts: list[int] = field(init=False)
+    length: int = field(init=False)
+    nbytes: int = field(init=False)
     _free: list[Packet] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.plain = tuple(map(_is_plain, self.kinds))
-
-    @property
-    def nbytes(self) -> int:
-        """The length of all of its tensors."""
-        return sum(kind.nbytes for kind in self.kinds)
+        self.nbytes = sum(kind.nbytes for kind in self.kinds)
+        lengths = [-(-kind.nbytes // _ALIGNED) * _ALIGNED for kind in self.kinds]
+        *self.starts, self.length = accumulate(lengths, initial=_ALIGNED)
 
     def packet(self) -> Packet:
         """A packet to fill and to send; :meth:`give_back` it when it has arrived."""
@@ -62,18 +67,16 @@ class Packet:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        starts, end = [], _ALIGNED
-        for kind in layout.kinds:
-            starts.append(end)
-            end += -(-kind.nbytes // _ALIGNED) * _ALIGNED
         # it may be used again where there are gradients
         inferring = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if inferring else nullcontext():
             #: What is sent, ``uint8``.
-            self.buffer = buffer = host_buffer(end)
+            self.buffer = buffer = host_buffer(layout.length)
             self._parts = [
                 _part(buffer, start, kind, plain)
-                for start, kind, plain in zip(starts, layout.kinds, layout.plain, strict=True)
+                for start, kind, plain in zip(
+                    layout.starts, layout.kinds, layout.plain, strict=True
+                )
             ]
         self._head = memoryview(buffer.numpy().data)[: _HEAD.size]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,11 @@ from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
 from lightning_gpipe.engine.kept import KeptTensors
 from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.overwritten import Overwrites
-from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
+from lightning_gpipe.engine.step_plans import MakeSchedule, StepPlans
 from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import share_weights, tell, tell_ahead
 from lightning_gpipe.engine.weighting import Weighting
@@ -37,11 +37,9 @@ from lightning_gpipe.model.loop import of_any_loop
 from lightning_gpipe.model.remote import Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
-from lightning_gpipe.schedule.actions import Action, Schedule
+from lightning_gpipe.schedule.actions import Action
 from lightning_gpipe.tensors.tree import Tree
 
-#: Makes a schedule for M micro-batches, with backwards or without, some of them new.
-MakeSchedule: TypeAlias = Callable[[int, bool, frozenset[int]], Schedule]
 _NOT_ALWAYS = (
     "The step doesn't call the backbone for micro-batch {m}, but for other micro-batches or"
     " mini-batches: with step='micro-batch' it calls it once for each. Use"
@@ -86,7 +84,7 @@ class PerMicroBatch:
         modules: Sequence[nn.Module],
     ) -> None:
         groups = rank.groups
-        self._rank, self._groups, self._schedule = rank, groups, schedule
+        self._rank, self._groups = rank, groups
         self._seeds = StepSeeds(groups.device, (seed & (2**63 - 1), groups.replica))
         self._anchor = rank.last if groups.is_last and groups.stages > 1 else groups.stage
         #: The backwards of what stands outside the backbone.
@@ -97,7 +95,7 @@ class PerMicroBatch:
         self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
         self._outlines = Outlines()
-        self._plans: dict[tuple[int, bool, frozenset[int]], Plan] = {}
+        self._plans = StepPlans(rank, schedule, modules)
         self._running: Running | None = None
         self._counts: Counter[str] = Counter()  # of mini-batches
         self.trace = StepTrace(groups.stage, groups.device, holders, self._seeds)
@@ -142,8 +140,7 @@ class PerMicroBatch:
             factor.
         """
         names = [f"{kind} {look}" for look in looks]
-        new = {name: names.index(name) for name in names if name not in self._outlines}
-        plan = self._plan(len(sizes), before_last is not None, frozenset(new.values()))
+        plan = self._plans.of(names, self._outlines, before_last is not None)
         weighting = Weighting(sizes, scale)
         running = Running(kind, sizes, names, step, plan, before_last, weighting)
         self._running, self._seeds.step = running, key
@@ -305,9 +302,3 @@ class PerMicroBatch:
             )
             executor.announce(running.plan.program, running.batch)
         return running.batch
-
-    def _plan(self, count: int, trains: bool, new: frozenset[int]) -> Plan:
-        key = count, trains, new
-        if key not in self._plans:
-            self._plans[key] = Plan.of(self._schedule(*key), self._groups.stage)
-        return self._plans[key]

@@ -201,6 +201,9 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
+_CONSTANTS = {type(None), bool, int, float, str}
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
     if isinstance(value, Tensor):
@@ -211,6 +214,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return []
     found: list[Tensor] = []
     for item in cast(Iterable[Any], value):
+        if type(item) in _CONSTANTS:
+            continue
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (list, tuple, dict)) and item:

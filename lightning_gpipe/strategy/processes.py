@@ -56,6 +56,11 @@ class ProcessesStrategy(PlacedStrategy):
     ) -> None:
         super().__init__(settings, **options)
         check_choice("start_method", start_method, get_args(StartMethod))
+        if not isinstance(timeout, timedelta) or timeout <= timedelta():
+            raise ValueError(
+                "timeout must be a datetime.timedelta above zero, such as timedelta(minutes=30),"
+                f" got timeout={timeout!r}."
+            )
         self._backend, self._timeout = process_group_backend, timeout
         self._start_method = start_method
         self._is_explained = False
