@@ -56,8 +56,8 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
 # That takes no time once so many others were sent, because the members run the same step.
 _UNDER_WAY = 64  # messages
-_HELD = 1 << 20  # bytes; for a larger tensor the source waits
-_AT_ONCE = 1 << 23  # bytes of them that are under way at a time, at least
+_HELD = 1 << 20  # bytes; a larger tensor goes in pieces, and the source waits for them
+_AT_ONCE = 1 << 21  # bytes of pieces that are under way at a time, at least
 
 
 class RemoteError(RuntimeError):
@@ -99,8 +99,11 @@ class ObjectChannel(Peers):
                 if buffer.numel():
                     dist.broadcast(buffer, self.ranks[source], group)
                 return buffer
-            self.await_from(parent, buffer)
-            self._hand_out(children, buffer, under_way)
+            if buffer.nbytes <= _HELD:
+                self._post_copy(children, self.await_from(parent, buffer))
+                return buffer
+            for piece in buffer.split(_HELD):  # others get it while the next one comes
+                self._post_piece(children, self.await_from(parent, piece), under_way)
             return buffer
 
         received = self._unpack(kind, source, receive, self.device)
@@ -199,29 +202,34 @@ class ObjectChannel(Peers):
         for tensor in tensors:
             part = strides.to_bytes(tensor)
             if self.is_in_host(tensor.device.type):
-                self._hand_out(children, part.to(HOST), under_way)
+                part = part.to(HOST)
+                if part.nbytes <= _HELD:  # the caller may change it
+                    self._post_copy(children, part)
+                else:
+                    for piece in part.split(_HELD):
+                        self._post_piece(children, piece, under_way)
             elif part.numel():
                 # no copy: what changes or frees the tensor comes later on the device's stream,
                 # which waits here, while the host goes on
                 dist.broadcast(part, self.ranks[self.index], self.data)
         _wait_for(under_way)
 
-    def _hand_out(self, members: Sequence[int], data: Tensor, under_way: list[_Sent]) -> None:
-        """Send memory that the caller may change later.
+    def _post_copy(self, members: Sequence[int], data: Tensor) -> None:
+        """Send a copy of host memory."""
+        if members:
+            self._post_to(members, data.clone())
 
-        A copy of what is small; what is large itself, and the caller waits until it has arrived.
+    def _post_piece(self, members: Sequence[int], data: Tensor, under_way: list[_Sent]) -> None:
+        """Send a piece of what is large.
 
         Args:
             members: To whom.
-            data: In host memory.
+            data: In host memory; it must not change before what is under way has arrived.
             under_way: Takes what the caller must wait for.
         """
-        if data.nbytes <= _HELD:
-            self._post_to(members, data.clone() if members else data)
-        else:
-            while sum(nbytes for _, nbytes, _ in under_way) > _AT_ONCE:
-                under_way.pop(0)[0].wait()
-            under_way += self._posted(members, data)
+        while sum(nbytes for _, nbytes, _ in under_way) > _AT_ONCE:
+            under_way.pop(0)[0].wait()
+        under_way += self._posted(members, data)
 
     def _tree(self, source: int) -> tuple[int, list[int]]:
         """From whom a member gets what the source has, and to whom it hands it on.
