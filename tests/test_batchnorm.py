@@ -206,6 +206,26 @@ def test_copies_are_left_alone() -> None:
     assert layer.num_batches_tracked == 0
 
 
+class MovesFirst(nn.BatchNorm1d):
+    """Moves its statistics by itself, before it normalises."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running_mean.mul_(0.9).add_(input.mean(0), alpha=0.1)  # type: ignore[union-attr]
+        return nn.functional.batch_norm(input, self.running_mean, self.running_var, training=True)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_micro_batches_do_not_share_what_their_backwards_need(recompute: bool) -> None:
+    deferred = DeferredBatchNorm([layer := MovesFirst(3)], deferred=True)
+    deferred.begin([4] * 20)
+    outputs = []
+    for part in torch.randn(20, 4, 3, requires_grad=True):
+        with deferred.micro_batch(recompute):
+            outputs.append(layer(part))
+    torch.stack(outputs).square().sum().backward()
+
+
 def test_a_recompute_moves_nothing() -> None:
     layer = nn.BatchNorm1d(3)
     before = copy.deepcopy(layer.state_dict())

@@ -40,7 +40,9 @@ class Statistics:
         """
         # momentum 1 replaces what is there, but 0 x NaN is NaN: start from zeros
         means, variances = mean.new_zeros(2, micro_batches, len(mean)).unbind()
-        return cls(layer, tuple(zip(means.unbind(), variances.unbind(), strict=True)))
+        rows = zip(means.unbind(), variances.unbind(), strict=True)
+        # a layer may change its row by itself, which must not count as a change of the others
+        return cls(layer, tuple((mean.data, variance.data) for mean, variance in rows))
 
 
 @dataclass(slots=True)

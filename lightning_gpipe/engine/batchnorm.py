@@ -30,6 +30,7 @@ from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batch_statistics import Row, Seen, Statistics, move_all
 
 _NOTHING = nullcontext()
+_AT_ONCE = 16  # rows that are made at once for recomputes
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class DeferredBatchNorm:
         self._active: dict[_NormBase, _Running] | None = None
         self._seen = Seen()  # of the forwards
         self._into: Seen | None = None  # of what runs
-        self._nowhere: dict[_NormBase, Row] = {}  # where statistics go that nobody wants
+        self._nowhere: dict[_NormBase, list[Row]] = {}  # for statistics that nobody wants
 
     def __deepcopy__(self, memo: Any) -> DeferredBatchNorm:
         """The hook that a copy of a module gets, such as an average: it does nothing."""
@@ -237,9 +238,10 @@ class DeferredBatchNorm:
         else:
             running.keep()
         if self._into is None:
-            row = self._nowhere.get(layer)
-            if row is None:
-                row = self._nowhere[layer] = Statistics.of(layer, mean, 1).rows[0]
+            unused = self._nowhere.get(layer)
+            if not unused:
+                unused = self._nowhere[layer] = [*Statistics.of(layer, mean, _AT_ONCE).rows]
+            row = unused.pop()
         else:
             row = self._into.row(layer, running.uses, mean, count)
         running.uses += 1
