@@ -225,6 +225,84 @@ def test_means_over_tokens(stages: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+class Aggregates(models.Language):
+    """Gives metrics a scalar in each step; the last batch has uneven micro-batches."""
+
+    def build(self) -> None:
+        super().build()
+        names = "loss", "sum", "updated", "counted", "weighted", "share"
+        self.means = torch.nn.ModuleDict({name: torchmetrics.MeanMetric() for name in names})
+        names = "losses", "samples", "steps", "correct", "scaled"
+        self.sums = torch.nn.ModuleDict({name: torchmetrics.SumMetric() for name in names})
+        self.largest, self.highest = torchmetrics.MaxMetric(), torchmetrics.MaxMetric()
+        self.lowest, self.kept = torchmetrics.MinMetric(), torchmetrics.CatMetric()
+
+    def measure(self, batch: Any) -> Any:
+        tokens, targets = batch
+        logits = self(tokens).flatten(0, 1)
+        loss = functional.cross_entropy(logits, targets.flatten())
+        correct = logits.argmax(-1) == targets.flatten()
+        n = len(tokens)
+        self.means["loss"](loss)
+        self.means["sum"](0.5 * loss + logits.square().mean() / 4)
+        self.means["updated"].update(loss.detach())
+        self.means["counted"](correct.sum())
+        self.means["weighted"].update(loss, weight=n)
+        self.means["share"](correct.float().mean())
+        self.sums["losses"](loss)
+        self.sums["losses"](loss)
+        self.sums["samples"](n)
+        self.sums["steps"](1)
+        self.sums["correct"].update(correct.sum())
+        self.sums["scaled"](loss * n)
+        self.largest(loss)
+        self.highest(logits.max())
+        self.lowest(-loss.detach().double())
+        self.kept.update(loss)
+        for kind in ("means", "sums"):
+            for name, metric in getattr(self, kind).items():
+                is_called = name not in ("updated", "weighted", "correct")
+                self.log(f"{kind}_{name}", metric, on_step=is_called, on_epoch=True)
+        self.log_dict({"largest": self.largest, "highest": self.highest, "lowest": self.lowest})
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.measure(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.measure(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("kept", self.kept.compute().square().mean())
+        self.kept.reset()
+
+    def data(self) -> Any:
+        return torch.utils.data.Subset(super().data(), range(12 + 9))
+
+
+def aggregated(stages: int, virtual: int = 1) -> Any:
+    """What the metrics give; with no stages, by a plain Trainer."""
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, virtual_stages=virtual, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    watch, module = Watch(), Aggregates()
+    run = trainer(max_epochs=2, callbacks=[watch], check_val_every_n_epoch=9, **options)
+    loader = DataLoader(module.data(), batch_size=12)
+    run.fit(module, loader)
+    told = dict(run.callback_metrics)
+    validated = run.validate(module, loader, verbose=False)
+    return watch.seen, told, validated
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (2, 2), (3, 1)])
+def test_metrics_that_are_given_a_scalar(stages: int, virtual: int) -> None:
+    """They are given the mini-batch's, once."""
+    expected = aggregated(0)
+    for found in run_ranks(aggregated, stages, stages, virtual):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 class Reads(models.Language):
     """Reads a value in the step that another stage has."""
 

@@ -138,5 +138,7 @@ class Outlines(dict[str, Tree]):
         if not same:
             raise RuntimeError(
                 "The backbone's output has another shape than before for a batch of the same"
-                " shapes, so other stages can't know it: use GPipeStrategy(step='mini-batch')."
+                " shapes, so other stages can't know it. Where a layer pads to what a micro-batch"
+                " needs, pad to one length before the backbone (pad_packed_sequence has"
+                " total_length); else use GPipeStrategy(step='mini-batch')."
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
 from lightning_gpipe.engine.step_plans import MakeSchedule, StepPlans
 from lightning_gpipe.engine.stopwatch import span
-from lightning_gpipe.engine.telling import share_weights, tell, tell_ahead
+from lightning_gpipe.engine.telling import agree_on_weights, share_weights, tell, tell_ahead
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.loop import of_any_loop
 from lightning_gpipe.model.remote import Where, outline_of
@@ -142,7 +143,8 @@ class PerMicroBatch:
         names = [f"{kind} {look}" for look in looks]
         plan = self._plans.of(names, self._outlines, before_last is not None)
         weighting = Weighting(sizes, scale)
-        running = Running(kind, sizes, names, step, plan, before_last, weighting)
+        agree = partial(agree_on_weights, self._groups)
+        running = Running(kind, sizes, names, step, plan, before_last, weighting, agree)
         self._running, self._seeds.step = running, key
         self.outside.forwards.clear()
         self._counts[kind] += 1

@@ -242,7 +242,9 @@ def _divided(node: Any, samples: int) -> set[float]:
 def _factor(node: Any) -> float:
     """By what an operation multiplies or divides a scalar; not a number: not known."""
     other = getattr(node, "_saved_other", None)
-    return float(other) if isinstance(other, Tensor) and other.numel() == 1 else math.nan
+    if not isinstance(other, Tensor) or other.numel() != 1:
+        return math.nan
+    return float(other.detach())
 
 
 def _is_share(name: str, node: Any, samples: int) -> bool:

@@ -46,6 +46,7 @@ class Running:
         before_last: Called before the last backward of each stage, and of either side; None: the
             step doesn't train.
         weighting: How much each loss counts.
+        agree: Called before the first of those, with whether the steps have returned weights.
         batch: What the executor knows of it, from the first forward on.
         m: The micro-batch whose step runs.
         has_called: Whether that step has called the backbone.
@@ -60,6 +61,7 @@ class Running:
     plan: Plan
     before_last: BeforeLast | None
     weighting: Weighting
+    agree: Callable[[bool], None]
     source: MicroBatchInput = field(default_factory=MicroBatchInput)
     target: MicroBatchOutput = field(default_factory=MicroBatchOutput)
     batch: MiniBatch | None = None
@@ -67,6 +69,7 @@ class Running:
     has_called: bool = False
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     has_told: bool = False
+    has_agreed: bool = False
 
     @property
     def is_weighted(self) -> bool:
@@ -78,4 +81,9 @@ class Running:
 
         Gradients whose weights are known only at the end are averaged after that.
         """
-        return None if self.before_last is None or self.is_weighted else self.before_last(part)
+        if self.before_last is None:
+            return None
+        if not self.has_agreed:
+            self.has_agreed = True
+            self.agree(self.is_weighted)
+        return None if self.is_weighted else self.before_last(part)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
@@ -45,6 +46,21 @@ class _Told(NamedTuple):
         for numbers, scalars in self.scalars:
             values |= zip(numbers, (t.clone() for t in scalars.unbind()), strict=True)
         return values
+
+
+def agree_on_weights(groups: Groups, is_weighted: bool) -> None:
+    """Check that steps return weights on all replicas or on none. Collective over them.
+
+    With weights, gradients are averaged later than without.
+    """
+    if groups.replicas == 1:
+        return
+    flags = torch.tensor([is_weighted, not is_weighted], dtype=torch.uint8, device="cpu")
+    if groups.siblings.reduce_in_host(flags, dist.ReduceOp.MAX).all():
+        raise RuntimeError(
+            "The step returned a weight on some replicas and none on others: return one on each, 0"
+            " where nothing counts."
+        )
 
 
 def share_weights(running: Running, groups: Groups) -> None:

@@ -44,10 +44,12 @@ class Origin:
     Args:
         number: Tells it from others.
         where: The stages that have it.
+        is_mean: Whether it is known to be a mean over samples, if it is a scalar.
     """
 
     number: Number
     where: Where
+    is_mean: bool = False
 
 
 class NotHere(RuntimeError):

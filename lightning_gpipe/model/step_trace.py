@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from lightning_gpipe.model.elsewhere import writes
+from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.outlines import Outlines
 from lightning_gpipe.model.remote import (
     NotHere,
@@ -113,7 +114,7 @@ class StepTrace(TorchFunctionMode):
         super().__init__()
         self.stage, self.device, self._seed = stage, device, seed
         self.holders = holders
-        self._micro_batch = self._calls = self._mark = 0
+        self.micro_batch = self._calls = self._mark = 0  # whose step runs, and where it is
         self._made: dict[Number, weakref.ref[Tensor]] = {}
         self._outlines = Outlines()
         self._kept: dict[int, Tensor] = {}  # by id
@@ -129,7 +130,7 @@ class StepTrace(TorchFunctionMode):
 
     def begin(self, micro_batch: int) -> None:
         """Begin the step of a micro-batch."""
-        self._micro_batch, self._calls = micro_batch, 0
+        self.micro_batch, self._calls = micro_batch, 0
         self._seed(micro_batch, 0)
 
     @contextmanager
@@ -151,7 +152,7 @@ class StepTrace(TorchFunctionMode):
             where: The stages that have them.
         """
         self.made("backbone", results, where)
-        self._seed(self._micro_batch, self._calls)
+        self._seed(self.micro_batch, self._calls)
         if self.uses is not None:
             self.uses.before |= self.uses.of(tensors_in(given))
 
@@ -165,7 +166,7 @@ class StepTrace(TorchFunctionMode):
         """
         self._count(name)
         for i, tensor in enumerate(results):
-            self._note(tensor, Origin(Number(self._micro_batch, self._calls, i), where))
+            self._note(tensor, Origin(Number(self.micro_batch, self._calls, i), where))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that only this stage has, and of which the others don't know."""
@@ -173,7 +174,7 @@ class StepTrace(TorchFunctionMode):
 
     def remote(self, meta: Tensor, output: int, where: Where) -> RemoteTensor:
         """A tensor that :meth:`made` is about to number, on a stage that hasn't got it."""
-        number = Number(self._micro_batch, self._calls + 1, output)
+        number = Number(self.micro_batch, self._calls + 1, output)
         return RemoteTensor.like(meta, self.device, Origin(number, where), meta.requires_grad)
 
     def remotes(self, leaves: Iterable[Any], where: Where) -> list[Any]:
@@ -247,7 +248,7 @@ class StepTrace(TorchFunctionMode):
         is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in tensors)
         if where is None or self.stage in where:
             if _may_draw(name):
-                self._seed(self._micro_batch, self._calls)
+                self._seed(self.micro_batch, self._calls)
             if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
                 args, kwargs = tree_map(told, (args, kwargs))
             result = func(*args, **kwargs)
@@ -260,7 +261,8 @@ class StepTrace(TorchFunctionMode):
         else:
             result = self._remotely(func, name, args, kwargs, tensors, where)
         if where is not None or self.uses is not None:
-            self._note_all(name, tensors, result, written, where)
+            is_a_mean = where is not None and is_mean(name, tensors, args, kwargs)
+            self._note_all(name, tensors, result, written, where, is_a_mean)
         if where is None:
             self._views.note(func, tensors, result)
         return result
@@ -272,6 +274,7 @@ class StepTrace(TorchFunctionMode):
         result: Any,
         written: list[Tensor],
         where: Where | None,
+        is_a_mean: bool,
     ) -> None:
         """Note what a function has made or changed: where it is, and of which parameters."""
         of = self.uses.of(tensors) if self.uses is not None else _NOTHING
@@ -284,7 +287,8 @@ class StepTrace(TorchFunctionMode):
             made += [t for t in tensors[1:3] if not isinstance(t, nn.Parameter)]
         for i, tensor in enumerate(made):
             if where is not None:
-                self._note(tensor, Origin(Number(self._micro_batch, self._calls, i), where))
+                number = Number(self.micro_batch, self._calls, i)
+                self._note(tensor, Origin(number, where, is_a_mean))
             if of and id(tensor) not in (self.uses.parameters if self.uses else ()):
                 tensor.__dict__[_OF] = of
 
@@ -336,7 +340,7 @@ class StepTrace(TorchFunctionMode):
             return args[0] if args else next(iter(kwargs.values()))
         if not _are_on_meta(leaves):
             raise NotHere(refusal(name, inputs[0]))
-        origin = Origin(Number(self._micro_batch, self._calls, 0), where)
+        origin = Origin(Number(self.micro_batch, self._calls, 0), where)
         remote = partial(RemoteTensor.like, device=to, origin=origin, requires_grad=keeps)
         return tree_unflatten([leaf if leaf is None else remote(leaf) for leaf in leaves], spec)
 

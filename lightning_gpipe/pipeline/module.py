@@ -197,7 +197,7 @@ class PipelinedModule:
             weighting = steps.run("training", key, sizes, looks, step, stepping.before_last, scale)
             pipeline.shared_state.check()
             before.finish(weighting)
-            self._is_weighted = weighting.is_given
+            self._is_weighted = self._is_weighted or weighting.is_given
             self._state = settled = settle(pipeline, steps)
             if synchronize or stepping.need_sums:
                 steps.outside.join_sides()

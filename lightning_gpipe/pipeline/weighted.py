@@ -14,7 +14,7 @@ class WeightedGradients:
     Args:
         module: The user's module.
         aside: Gradients that are kept apart from the parameters.
-        is_weighted: Whether the mini-batch before had such weights: then this one will.
+        is_weighted: Whether a mini-batch before had such weights: then this one may.
     """
 
     def __init__(
@@ -24,6 +24,7 @@ class WeightedGradients:
         self._aside = aside
         self._before: dict[nn.Parameter, Tensor] = {}
         self._aside_before: dict[nn.Parameter, Tensor] = {}
+        self._is_mixed = not is_weighted and any(p.grad is not None for p in self._parameters)
         if is_weighted:
             self._aside_before = dict(aside)
             aside.clear()
@@ -37,7 +38,15 @@ class WeightedGradients:
 
         Args:
             weighting: The weights of the mini-batch.
+
+        Raises:
+            RuntimeError: If what has accumulated before had none.
         """
+        if self._is_mixed and weighting.is_given:
+            raise RuntimeError(
+                "The step returned a weight, and in this accumulation of gradients it has returned"
+                " none before: return one from the first step on, such as the number of samples."
+            )
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         gradients += self._aside.values()
         if gradients and weighting.factor != 1.0:

@@ -163,7 +163,7 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
     """
     named = sample if isinstance(sample, dict) else {}
     listed = sample if isinstance(sample, (tuple, list)) else () if named else (sample,)
-    with FlopCounterMode(module, display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         run_on_meta(module, *listed, **named)
     root = type(module).__name__
     counts = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}

@@ -26,6 +26,7 @@ class _MiniBatch:
     Args:
         step: Runs the user's step.
         parts: What it is given for each micro-batch.
+        sizes: Samples in each.
         rest: Its other arguments.
         metrics: The module's metrics.
         log: What it logs.
@@ -34,6 +35,7 @@ class _MiniBatch:
 
     step: Callable[..., Any]
     parts: Sequence[Any]
+    sizes: Sequence[int]
     rest: tuple[Any, ...]
     metrics: StepMetrics
     log: StepLog = field(default_factory=StepLog)
@@ -49,7 +51,7 @@ class _MiniBatch:
         result = self.step(self.parts[m], *self.rest)
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
-            self.metrics.finish()
+            self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
         if isinstance(result, Tensor):
             return Outcome(result)
         if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
@@ -103,7 +105,7 @@ class MicroBatchSteps:
             )
         self.metrics.begin()
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[("training",)])
-        steps = _MiniBatch(step, parts, rest, self.metrics)
+        steps = _MiniBatch(step, parts, sizes, rest, self.metrics)
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
         try:
@@ -127,7 +129,7 @@ class MicroBatchSteps:
         self.metrics.begin()
         loader = kind, *rest[1:]
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[loader])
-        steps = _MiniBatch(step, parts, rest, self.metrics)
+        steps = _MiniBatch(step, parts, sizes, rest, self.metrics)
         self._log = steps.log
         try:
             weighting = self._pipeline.run_steps(
@@ -174,6 +176,11 @@ class MicroBatchSteps:
             return 1.0
         one = torch.ones((), device=self._trainer.strategy.root_device)
         return float(scaler.scale(one))
+
+
+def _weight_of(result: Any, size: int) -> Any:
+    """How much a micro-batch counts."""
+    return result.get("weight", size) if isinstance(result, Mapping) else size
 
 
 def _detached(value: Any) -> Any:

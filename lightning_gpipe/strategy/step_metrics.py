@@ -7,7 +7,7 @@ logged with ``on_step=True``, is that of the mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.model.remote import Where
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
+from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
 
 _Measure: TypeAlias = Metric | MetricCollection
 _FORWARD, _UPDATE, _COMPUTE = "forward", "update", "compute"
@@ -45,6 +46,7 @@ class StepMetrics:
         self._sources: dict[int, int] = {}  # the stage that has the state
         self._of_mini_batch: dict[int, _Measure] = {}
         self._forwarded: dict[int, tuple[_Measure, Where | None]] = {}
+        self._aggregates = Aggregates()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -63,16 +65,24 @@ class StepMetrics:
 
     def begin(self) -> None:
         """Begin a mini-batch: trackers may have made new metrics."""
+        self._aggregates.clear()
         known = {id(measure) for measure in self._measures}
         for tracker in self._trackers:
             self._attach(m for m in _outermost(tracker) if id(m) not in known)
 
-    def finish(self) -> None:
-        """End the last step of a mini-batch: note what it gives. In the step."""
+    def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
+        """End the last step of a mini-batch: note what it gives. In the step.
+
+        Args:
+            sizes: Samples in each micro-batch.
+            weights: How much each of them counts.
+        """
         trace, forwarded = self._pipeline.step_trace, self._forwarded
         self._forwarded = {}
         if trace is None:
             return
+        for aggregate, where, result in self._aggregates.finish(trace, sizes, weights):
+            aggregate._forward_cache = _arrived(trace, aggregate, result, where)
         for measure, where in forwarded.values():
             of_mini_batch = self._of_mini_batch.get(id(measure))
             for name, metric in _members(measure).items():
@@ -119,7 +129,9 @@ class StepMetrics:
             update(*args, **kw)
             return
         where = self._note(trace, measure, args, kw)
-        if where is None or trace.stage in where:
+        if (value := aggregated(measure, args, kw)) is not None:
+            self._aggregates.take(measure, update, False, trace.micro_batch, value, where)
+        elif where is None or trace.stage in where:
             with trace.suspended():
                 update(*args, **kw)
 
@@ -129,7 +141,10 @@ class StepMetrics:
         trace = self._pipeline.step_trace
         if trace is None:
             return forward(*args, **kw)
-        where, value = self._note(trace, measure, args, kw), None
+        where, value = self._note(trace, measure, args, kw), aggregated(measure, args, kw)
+        if value is not None:
+            self._aggregates.take(measure, forward, True, trace.micro_batch, value, where)
+            return value
         self._forwarded[id(measure)] = measure, where
         if where is None or trace.stage in where:
             with trace.suspended():

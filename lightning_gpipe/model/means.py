@@ -1,0 +1,42 @@
+"""Which scalars of a step are means over its samples, by the functions that have made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.model.remote import origin_of
+
+_MEANS = {"mean", "nanmean", "cross_entropy", "kl_div"}
+_MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16"}
+_SUMS = {"add", "sub", "subtract", "__add__", "__radd__", "__sub__", "__rsub__"}
+_MULTIPLES = {"mul", "multiply", "div", "divide", "true_divide", "neg", "negative"}
+_MULTIPLES |= {"__mul__", "__rmul__", "__truediv__", "__neg__"}
+
+
+def is_mean(
+    name: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a function gives a mean over samples, if it gives a scalar.
+
+    Args:
+        name: The function's.
+        tensors: What it is given.
+        args: The same, with all else.
+        kwargs: The same.
+    """
+    if name in _MEANS or name.endswith("_loss"):
+        return bool(kwargs.get("reduction", "mean") == "mean")
+    if name in _SAME or (name in _MULTIPLES and len(tensors) == 1):
+        # a mean times a number of samples is a sum
+        is_count = name in _MULTIPLES and any(type(a) is int for a in (*args, *kwargs.values()))
+        return not is_count and _is_mean(tensors[0])
+    return name in _SUMS and all(map(_is_mean, tensors))
+
+
+def _is_mean(tensor: Tensor) -> bool:
+    origin = origin_of(tensor)
+    return origin is not None and origin.is_mean

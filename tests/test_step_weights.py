@@ -1,0 +1,72 @@
+"""Weights that steps return which run once per micro-batch, for some mini-batches or replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from lightning_gpipe import GPipeStrategy
+from tests import step_models as models
+from tests.ranks import RankError, run_ranks
+from tests.training import trainer
+
+
+class Weighted(models.Language):
+    """A mean over tokens in the mini-batches of some numbers, over samples in the others."""
+
+    numbers: set[int]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        if batch_idx not in self.numbers:
+            return self.loss(batch)
+        lengths = tokens[:, :1] % models.LENGTH
+        targets = targets.masked_fill(torch.arange(models.LENGTH) > lengths, -100)
+        loss = functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        return {"loss": loss, "weight": (targets != -100).sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OnOneReplica(models.Language):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        sampler = self.trainer.distributed_sampler_kwargs or {}
+        return {"loss": loss, "weight": float(len(batch[0]))} if sampler.get("rank") else loss
+
+
+def fit(kind: str, stages: int, numbers: set[int], virtual: int = 1, replicas: int = 1) -> Any:
+    """Train; with no stages by a plain Trainer."""
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, virtual_stages=virtual, step="micro-batch")
+        options = {"devices": stages * replicas, "strategy": strategy}
+    module: Any = globals()[kind]()
+    module.numbers = numbers
+    trainer(max_steps=2, max_epochs=1, accumulate_grad_batches=2, **options).fit(module)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_mini_batches_with_weights_and_without(stages: int) -> None:
+    """What accumulates without weights is as it was, before and behind those with some."""
+    numbers = {0, 3}
+    expected = fit("Weighted", 0, numbers)
+    for found in run_ranks(fit, stages, "Weighted", stages, numbers):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_first_weights_after_gradients_without(stages: int) -> None:
+    with pytest.raises(RankError, match="returned none before: return one from the first step"):
+        run_ranks(fit, stages, "Weighted", stages, {1})
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (2, 1), (2, 2)])
+def test_a_weight_on_one_replica_alone(stages: int, virtual: int) -> None:
+    with pytest.raises(RankError, match="a weight on some replicas and none on others"):
+        run_ranks(fit, 2 * stages, "OnOneReplica", stages, set(), virtual, 2)
