@@ -113,6 +113,9 @@ MEANS: dict[str, Any] = {
         torch.einsum("nd,dk->nk", x, m.square).square().mean()
         + (x[:, None] * m.square.T[None]).square().mean()
     ),
+    "of normalised weights": lambda m, x, y: F.cross_entropy(
+        8 * F.linear(F.normalize(x), F.normalize(m.square.T)), y % (SAMPLES // 4)
+    ),
     "of classes of a head": lambda m, x, y: F.cross_entropy(x @ m.net[2].weight[:, :8].T, y),
     "by as many elements as samples": lambda _, x, y: x[:, :4].square().sum() / (4 * len(x)),
     "by tokens": lambda _, x, y: x.square().sum() / x.numel(),

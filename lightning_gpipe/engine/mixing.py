@@ -75,13 +75,13 @@ def _pairs(node: Any, samples: int) -> bool:
 
 
 def _weighs(node: Any) -> bool:
-    """Whether an operation takes a parameter, as it is or in another view."""
+    """Whether an operation takes a parameter, as it is, in another view, or normalised."""
     taken = [given for given, _ in node.next_functions]
     while taken:
         given = taken.pop()
         if hasattr(given, "variable"):
             return True
-        if given is not None and given.name().startswith(_MOVES):
+        if given is not None and given.name().startswith((*_MOVES, "Div", "Mul", "WeightNorm")):
             taken += [before for before, _ in given.next_functions]
     return False
 
