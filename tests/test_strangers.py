@@ -164,6 +164,28 @@ class Perturbed(models.Around):
         return nn.functional.mse_loss(self(x) + delta, y)
 
 
+class ReadsPerturbation(Perturbed):
+    """The last stage alone has its gradient."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.delta = [x.new_zeros(1, WIDTH, requires_grad=True)]
+        return nn.functional.mse_loss(self(x) + self.delta[0], y)
+
+    def on_after_backward(self) -> None:
+        if self.delta[0].grad is not None:
+            self.delta[0].grad.zero_()
+
+
+class Penalized(models.Around):
+    """A penalty on the gradient of what stands outside the backbone."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        real = y.clone().requires_grad_()
+        scores = self.after(real).square().sum()
+        (gradient,) = torch.autograd.grad(scores, real, create_graph=True)
+        return nn.functional.mse_loss(self(x), y) + (gradient.norm(dim=1) - 1).square().mean()
+
+
 class Adversarial(models.Around):
     """The remedy: the perturbation is a parameter."""
 
@@ -217,7 +239,11 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
         (BalancedLater, 2, "TypeError: .*Layers leave 'balance' on the stage where they run"),
         (ReadsGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (ReadsGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
-        (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
+        (
+            ReadsPerturbation,
+            2,
+            r"A tensor of shape \(1, 6\) requires a gradient and is no parameter",
+        ),
         (Residual, 1, "The backbone's first layer changes its input in place"),
         (Residual, 2, "The backbone's first layer changes its input in place"),
         (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
@@ -255,7 +281,7 @@ def test_refused_in_steps_of_micro_batches(
 
 @pytest.mark.parametrize(
     ("kind", "stages"),
-    [(Logged, 1), (Logged, 2), (Perturbed, 1)]
+    [(Logged, 1), (Logged, 2), (Perturbed, 1), (Perturbed, 2), (Penalized, 1), (Penalized, 3)]
     + [
         (kind, stages)
         for kind in (InputGradient, Beside, PreActivated, Same)

@@ -117,10 +117,7 @@ class Steering:
         """
         sources, tokens = [tensor for tensor in inputs if tensor.requires_grad], []
         behind = Behind.of(sources)
-        if self._groups.stages > 1:
-            for leaf in behind.leaves:  # on every stage, so that none reads a part
-                if type(leaf) is Tensor and id(leaf) not in self._known_leaves:
-                    leaf.__class__ = Stranger
+        self._estrange(behind)
         problem = self._problem(behind)
         if problem is not None:
             raise RuntimeError(problem)
@@ -148,8 +145,9 @@ class Steering:
         """
         groups = self._groups
         problem, numbers = None, list[int]()
+        behind = Behind.of([loss])
+        self._estrange(behind)
         if groups.is_last:
-            behind = Behind.of([loss])
             problem = self._problem(behind) if loss.requires_grad else _NO_GRADIENT
             problem = no_values("The loss", [loss]) or problem
             numbers = sorted(behind.calls, reverse=True)
@@ -177,6 +175,13 @@ class Steering:
         """What leads to a call; None: the graphs behind it are gone."""
         known = self._tokens.get(number)
         return known() if known is not None else None
+
+    def _estrange(self, behind: Behind) -> None:
+        """Let nobody read a part of a gradient, on any stage."""
+        if self._groups.stages > 1:
+            for leaf in behind.leaves:
+                if type(leaf) is Tensor and id(leaf) not in self._known_leaves:
+                    leaf.__class__ = Stranger
 
     def _problem(self, behind: Behind) -> str | None:
         """What is wrong with what a loss or the backbone's input depends on."""
