@@ -112,7 +112,7 @@ def aggregated(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     own: there, only what is known to be a mean is the step's.
     """
     values = (*args, *kwargs.values())
-    if not isinstance(metric, BaseAggregator) or len(values) != 1:
+    if not isinstance(metric, BaseAggregator) or len(values) != 1 or isinstance(values[0], bool):
         return None
     value = values[0]
     if isinstance(value, Tensor):
