@@ -312,6 +312,13 @@ class Reads(models.Language):
         return loss
 
 
+class Selects(models.Language):
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        chosen = targets > 0
+        return functional.cross_entropy(self(tokens)[chosen], targets[chosen])
+
+
 class Twice(models.Language):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.backbone(self.backbone(self.embed(tokens))))
@@ -344,6 +351,7 @@ REFUSED = {
     Windowed: "Running counts updates.*mini-batch",
     SometimesWeighted: "returned a weight for some micro-batches and none for others",
     Reads: "'item' reads a value of the step that stage 1 has.*in on_train_batch_end",
+    Selects: "'__getitem__' reads a value.*give cross_entropy targets of -100 there",
     Twice: "calls the backbone twice.*mini-batch",
     Sometimes: "doesn't call the backbone for micro-batch 0",
 }
