@@ -232,7 +232,7 @@ class Aggregates(models.Language):
         super().build()
         names = "loss", "sum", "updated", "counted", "weighted", "share"
         self.means = torch.nn.ModuleDict({name: torchmetrics.MeanMetric() for name in names})
-        names = "losses", "samples", "steps", "correct", "scaled"
+        names = "losses", "samples", "steps", "correct", "scaled", "weighed", "batchmean"
         self.sums = torch.nn.ModuleDict({name: torchmetrics.SumMetric() for name in names})
         self.largest, self.highest = torchmetrics.MaxMetric(), torchmetrics.MaxMetric()
         self.lowest, self.kept = torchmetrics.MinMetric(), torchmetrics.CatMetric()
@@ -255,6 +255,10 @@ class Aggregates(models.Language):
         self.sums["steps"](1)
         self.sums["correct"].update(correct.sum())
         self.sums["scaled"](loss * n)
+        self.sums["weighed"](loss.detach() * float(n))
+        shares = logits.softmax(-1).view(n, -1)
+        apart = functional.kl_div(logits.view(n, -1), shares, reduction="batchmean")
+        self.sums["batchmean"](apart)
         self.largest(loss)
         self.highest(logits.max())
         self.lowest(-loss.detach().double())

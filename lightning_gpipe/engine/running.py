@@ -46,7 +46,7 @@ class Running:
         before_last: Called before the last backward of each stage, and of either side; None: the
             step doesn't train.
         weighting: How much each loss counts.
-        agree: Called before the first of those, with whether the steps have returned weights.
+        agree: Called once, before ``before_last``, with whether the steps have returned weights.
         batch: What the executor knows of it, from the first forward on.
         m: The micro-batch whose step runs.
         has_called: Whether that step has called the backbone.

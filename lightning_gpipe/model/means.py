@@ -29,12 +29,16 @@ def is_mean(
         kwargs: The same.
     """
     if name in _MEANS or name.endswith("_loss"):
-        return bool(kwargs.get("reduction", "mean") == "mean")
-    if name in _SAME or (name in _MULTIPLES and len(tensors) == 1):
-        # a mean times a number of samples is a sum
-        is_count = name in _MULTIPLES and any(type(a) is int for a in (*args, *kwargs.values()))
-        return not is_count and _is_mean(tensors[0])
+        return kwargs.get("reduction", "mean") in ("mean", "batchmean")
+    if name in _MULTIPLES and len(tensors) == 1:  # a mean times a number of samples is a sum
+        return _is_mean(tensors[0]) and not any(map(_may_count, (*args, *kwargs.values())))
+    if name in _SAME:
+        return _is_mean(tensors[0])
     return name in _SUMS and all(map(_is_mean, tensors))
+
+
+def _may_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) and float(value).is_integer()
 
 
 def _is_mean(tensor: Tensor) -> bool:
