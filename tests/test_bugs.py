@@ -208,6 +208,47 @@ class LayerByLayer(models.Module):
         return x
 
 
+class Keeping(models.Module):
+    """A split backward added the gradients that tensors of a layer keep twice."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            if hidden.requires_grad:
+                hidden.retain_grad()
+                self.kept.append(hidden)
+            return self.second(hidden.tanh())  # type: ignore[no-any-return]
+
+    def build(self) -> None:
+        self.found: dict[str, list[Tensor | None]] = {}
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), self.Layer(), self.Layer())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, layer in self.backbone.named_children():
+            if getattr(layer, "kept", None):
+                self.found[name] = [hidden.grad for hidden in layer.kept]
+
+
+def kept(schedule: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Keeping("sgd")
+    options: dict[str, Any] = {"step": "micro-batch", "schedule": schedule}
+    strategy = GPipeStrategy(4, checkpoint="never", **options)
+    train(module, max_steps=1, devices=2, strategy=strategy)
+    return module.found
+
+
+def test_gradients_that_layers_keep_are_the_same_for_every_schedule() -> None:
+    expected, found = (run_ranks(kept, 2, name) for name in ("fill_drain", "searched"))
+    assert sum(map(len, expected)) == 2
+    torch.testing.assert_close(found, expected)
+
+
 def run(kind: type[models.Module]) -> None:
     strategy = GPipeStrategy(4, checkpoint="always")
     train(kind(), max_steps=4, devices=2, strategy=strategy)

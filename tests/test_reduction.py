@@ -198,6 +198,96 @@ CURVED: dict[str, tuple[str, Any]] = {
     "a bound": ("clamp", lambda _, x, y: F.cross_entropy(x, y).clamp(min=0.5)),
 }
 
+#: What is seen in the second derivative alone.
+COUPLED: dict[str, Any] = {
+    "others in random order": lambda _, x, y: (x - x[torch.randperm(len(x))]).square().mean(),
+    "normalised ones": lambda _, x, y: F.cross_entropy(
+        F.batch_norm(x, None, None, training=True), y
+    ),
+    "variances of as many features": lambda _, x, y: x[:, :4].var(0).mean(),
+    "centred ones of as many features": lambda _, x, y: (x[:, :4] - x[:, :4].mean(0)).exp().mean(),
+    "neighbours of as many features": lambda _, x, y: (x[1:, :4] - x[:-1, :4]).square().mean(),
+    "singular values": lambda _, x, y: torch.linalg.svdvals(x).mean(),
+    "means of classes": lambda _, x, y: (
+        torch.zeros(CLASSES, CLASSES).index_add(0, y % 2, x).square().mean()
+    ),
+    "a hinge": lambda _, x, y: (
+        ((x - x[0]).square().sum(1)[1:] - (x - x[1]).square().sum(1)[1:] + 1).relu().mean()
+    ),
+    "of samples by tokens": lambda _, x, y: (
+        lambda tokens: (tokens - tokens[torch.randperm(len(tokens))]).square().mean()
+    )(x.reshape(-1, 2)),
+    "with weights": lambda _, x, y: {
+        "loss": (x - x[torch.randperm(len(x))]).square().mean(),
+        "weight": len(x),
+    },
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("dtype", [None, "64-true"])
+def test_what_couples_samples_is_told(name: str, dtype: Any) -> None:
+    options = {} if dtype is None else {"precision": dtype}
+    assert "isn't a mean over samples: " in told(COUPLED[name], **options)
+
+
+def test_weights_of_the_batch_s_classes_are_told() -> None:
+    def by_count(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        counts = torch.bincount(y, minlength=CLASSES).clamp(min=1)
+        return F.cross_entropy(x, y, 1 / counts)
+
+    def by_positives(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        positive = y > 3
+        weight = (~positive).sum() / positive.sum()
+        return F.binary_cross_entropy_with_logits(x[:, 0], positive.float(), pos_weight=weight)
+
+    def given(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        weights = torch.linspace(0.5, 1, CLASSES)
+        loss = F.binary_cross_entropy_with_logits(
+            x, F.one_hot(y, CLASSES).float(), pos_weight=weights
+        )
+        return loss + F.cross_entropy(x, y, weights, reduction="none").mean()
+
+    for reduce in by_count, by_positives:
+        assert "weights of classes differ from micro-batch to micro-batch" in told(reduce)
+    assert told(given) == ""
+
+
+class Kept(L.LightningModule):
+    """Keeps the gradient of a tensor of its step, or counts how often a hook sees it."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+        self.keeps = keeps
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.calls = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        scores = self.net(batch[0]) * 2
+        if self.keeps:
+            scores.retain_grad()
+        else:
+            scores.register_hook(self.count)
+        self.kept.append((scores, batch[1]))
+        return F.cross_entropy(scores, batch[1])
+
+    def count(self, _: Tensor) -> None:
+        self.calls += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_hangs_on_tensors_is_seen_once(keeps: bool) -> None:
+    module = Kept(keeps)
+    train(module, data(), strategy=GPipeStrategy(4, step="micro-batch"), devices=1, max_epochs=1)
+    assert module.calls == (0 if keeps else 4)
+    for scores, y in module.kept if keeps else ():
+        expected = (scores.detach().softmax(1) - F.one_hot(y, CLASSES)) / SAMPLES
+        torch.testing.assert_close(scores.grad, expected)
+
 
 @pytest.mark.parametrize("name", CURVED)
 def test_what_is_no_mean_is_told(name: str) -> None:

@@ -39,6 +39,7 @@ from lightning_gpipe.model.remote import Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.schedule.actions import Action
+from lightning_gpipe.tensors import hooks
 from lightning_gpipe.tensors.tree import Tree
 
 _NOT_ALWAYS = (
@@ -220,6 +221,7 @@ class PerMicroBatch:
         if m in running.outcomes:
             return
         running.m, running.has_called, watch = m, False, self._rank.executor.watch
+        hooked = hooks.count()
         self.trace.begin(m)
         watch.begin_outside()
         with self._batch_norm.micro_batch(recompute=False), self.trace:
@@ -235,7 +237,8 @@ class PerMicroBatch:
         if running.before_last is None or not running.has_called:
             return
         if self._groups.is_last:
-            self._reductions.look(m, running.sizes[m], outcome)
+            may_repeat = hooks.count() == hooked
+            self._reductions.look(m, running.sizes[m], outcome, may_repeat)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))
 

@@ -8,14 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_gpipe.engine.mixing import (
-    is_of_one_sample,
-    mixing,
-    shape_of,
-    sums_samples,
-)
+from lightning_gpipe.engine.coupling import couples_samples
+from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
 
 _SUM = 2  # as losses note their reductions
@@ -49,16 +46,19 @@ class Reductions:
     is_told: bool
     _has_sum: bool = False
     _curve: str = ""  # the operation that makes it no mean
+    _is_coupled: bool = False  # whether it couples samples, whatever the operation
     _counts: dict[int, list[float]] = field(default_factory=dict)
+    _weights: dict[int, list[Tensor]] = field(default_factory=dict)  # of classes
     _shares: dict[int, list[float]] = field(default_factory=dict)  # divisors of sums, per element
 
-    def look(self, m: int, samples: int, outcome: Outcome) -> None:
+    def look(self, m: int, samples: int, outcome: Outcome, may_repeat: bool) -> None:
         """Look at a micro-batch's loss, before its backward.
 
         Args:
             m: The micro-batch.
             samples: How many it has.
             outcome: What the step returned for it.
+            may_repeat: Whether a backward may run more than once.
         """
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
@@ -70,8 +70,11 @@ class Reductions:
                 self._has_sum = True
         self._counts[m] = counts
         self._shares[m] = shares
+        self._weights[m] = [w for node in of_output if (w := _class_weights(node)) is not None]
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output)
+        if m == 0 and may_repeat and not self._curve:
+            self._is_coupled = couples_samples(loss, samples, of_output)
 
     def warn(self, running: Running) -> None:
         """Warn once, at the end of a mini-batch, where all losses were looked at."""
@@ -80,9 +83,12 @@ class Reductions:
         self.is_told = True
         counts = [self._counts[m] for m in range(len(running.sizes))]
         self._counts.clear()
-        if running.weighting.is_given or len(counts) == 1:
+        weights = [self._weights[m] for m in range(len(running.sizes))]
+        self._weights.clear()
+        if len(counts) == 1:
             return
-        if self._has_sum or self._are_shares(running.sizes):
+        is_weighted = running.weighting.is_given
+        if not is_weighted and (self._has_sum or self._are_shares(running.sizes)):
             warnings.warn(
                 "The loss seems to be a sum over samples. With step='micro-batch' it becomes the"
                 f" mean of the {len(counts)} micro-batches' losses, which is 1/{len(counts)} of the"
@@ -90,15 +96,24 @@ class Reductions:
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif self._curve:
+        elif self._curve or self._is_coupled:
+            by = f"'{self._curve}' computes it" if self._curve else "it is computed"
             warnings.warn(
-                f"The loss isn't a mean over samples: '{self._curve}' computes it of several"
-                " samples together. With step='micro-batch' it becomes the mean of the"
-                f" {len(counts)} micro-batches' losses, which isn't the mini-batch's, and neither"
-                " are the gradients. Use GPipeStrategy(step='mini-batch').",
+                f"The loss isn't a mean over samples: {by} of several samples together. With"
+                f" step='micro-batch' it becomes the mean of the {len(counts)} micro-batches'"
+                " losses, which isn't the mini-batch's, and neither are the gradients. Use"
+                " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif _differ(counts, running.sizes):
+        elif not all(_are_same(weights[0], others) for others in weights):
+            warnings.warn(
+                "The loss's weights of classes differ from micro-batch to micro-batch, so they seem"
+                " to be computed from its samples. With step='micro-batch' no micro-batch sees the"
+                " mini-batch's. Compute them from the training data, or use"
+                " GPipeStrategy(step='mini-batch').",
+                stacklevel=2,
+            )
+        elif not is_weighted and _differ(counts, running.sizes):
             warnings.warn(
                 "The loss is a mean over different numbers of elements in different micro-batches,"
                 " such as tokens that aren't padding, or over different weights, and each"
@@ -254,6 +269,23 @@ def _is_share(name: str, node: Any, samples: int) -> bool:
     summed = [math.prod(shape_of(n)) for n, _ in node.next_functions if n is not None]
     # a half is in many a formula
     return number > 2 and any(math.isclose(number, count) for count in (samples, *summed))
+
+
+def _class_weights(node: Any) -> Tensor | None:
+    """The weights of classes, or of positive ones, that a loss was given."""
+    if node.name().startswith("NllLoss"):
+        found: Tensor | None = node._saved_weight
+        return found
+    if node.name().startswith("BinaryCrossEntropyWithLogits"):
+        found = node._saved_pos_weight
+        return found if found is not None and len(found.squeeze().shape) <= 1 else None
+    return None
+
+
+def _are_same(weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two micro-batches' losses were given the same weights."""
+    is_known = len(weights) == len(others)  # else they compute other things
+    return not is_known or all(any(torch.equal(a, b) for a in weights) for b in others)
 
 
 def _is_scalar(node: Any) -> bool:

@@ -223,6 +223,11 @@ REGISTER_HOOK = Target(
     "register_hook",
     "a backward isn't split where a layer puts a hook on a tensor: it would run twice",
 )
+RETAIN_GRAD = Target(
+    "torch.Tensor",
+    "retain_grad",
+    "nor where a tensor keeps its gradient: it would be added twice",
+)
 SIGTERM_BROADCAST = Target(
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_broadcast_sigterm_tensor",
@@ -273,6 +278,7 @@ TARGETS = (
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
     REGISTER_HOOK,
+    RETAIN_GRAD,
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
     BATCH_SIZE_FILE,

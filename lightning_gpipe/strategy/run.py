@@ -136,8 +136,8 @@ class Run:
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
             grad = partial(_grad_outside, torch.autograd.grad)
             undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
-            counted = hooks.counted(torch.Tensor.register_hook)
-            undo.enter_context(patches.REGISTER_HOOK.replaced(counted))
+            for method in patches.REGISTER_HOOK, patches.RETAIN_GRAD:
+                undo.enter_context(method.replaced(hooks.counted(method.current())))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             self._steps = None

@@ -1,14 +1,17 @@
-"""Counts the hooks on tensors with a graph, which a backward that is split would run twice."""
+"""Counts the hooks on tensors with a graph, and the gradients kept there.
+
+A backward that is split, or a second one, would run them twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+Result = TypeVar("Result")
 _count = 0
 
 
@@ -17,17 +20,17 @@ def count() -> int:
     return _count
 
 
-def counted(register_hook: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
-    """``Tensor.register_hook``, counted.
+def counted(register: Callable[..., Result]) -> Callable[..., Result]:
+    """``Tensor.register_hook`` or ``Tensor.retain_grad``, counted.
 
     Args:
-        register_hook: PyTorch's.
+        register: PyTorch's.
     """
 
-    @wraps(register_hook)
-    def register(tensor: Tensor, *args: Any, **kwargs: Any) -> RemovableHandle:
+    @wraps(register)
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Result:
         global _count
         _count += tensor.grad_fn is not None
-        return register_hook(tensor, *args, **kwargs)
+        return register(tensor, *args, **kwargs)
 
-    return register
+    return counting
