@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -236,6 +237,16 @@ class Aggregates(models.Language):
         self.sums = torch.nn.ModuleDict({name: torchmetrics.SumMetric() for name in names})
         self.largest, self.highest = torchmetrics.MaxMetric(), torchmetrics.MaxMetric()
         self.lowest, self.kept = torchmetrics.MinMetric(), torchmetrics.CatMetric()
+        together = {"mean": torchmetrics.MeanMetric(), "sum": torchmetrics.SumMetric()}
+        self.together = torchmetrics.MetricCollection(dict(together), prefix="all_")
+        self.updated = torchmetrics.MetricCollection(copy.deepcopy(together), postfix="_updated")
+        self.tracked = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)
+        collection = torchmetrics.MetricCollection(copy.deepcopy(together))
+        self.tracked_together = torchmetrics.MetricTracker(collection, maximize=[True, False])
+
+    def on_train_epoch_start(self) -> None:
+        self.tracked.increment()
+        self.tracked_together.increment()
 
     def measure(self, batch: Any) -> Any:
         tokens, targets = batch
@@ -263,6 +274,12 @@ class Aggregates(models.Language):
         self.highest(logits.max())
         self.lowest(-loss.detach().double())
         self.kept.update(loss)
+        self.log_dict(self.together(loss), on_step=True, on_epoch=True, batch_size=n)
+        self.updated.update(loss)
+        self.log_dict(self.updated, on_step=False, on_epoch=True)
+        if self.training:
+            self.tracked(loss)
+            self.tracked_together.update(loss)
         for kind in ("means", "sums"):
             for name, metric in getattr(self, kind).items():
                 is_called = name not in ("updated", "weighted", "correct")
@@ -279,6 +296,9 @@ class Aggregates(models.Language):
     def on_train_epoch_end(self) -> None:
         self.log("kept", self.kept.compute().square().mean())
         self.kept.reset()
+        self.log("tracked", self.tracked.compute())
+        for name, value in self.tracked_together.compute().items():
+            self.log(f"tracked_{name}", value)
 
     def data(self) -> Any:
         return torch.utils.data.Subset(super().data(), range(12 + 9))
@@ -351,7 +371,22 @@ class Windowed(models.Language):
         self.recent = torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), window=2)
 
 
+class Together(models.Language):
+    """Gives a mean and a maximum the same number, of which nothing is known."""
+
+    def build(self) -> None:
+        super().build()
+        of = {"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()}
+        self.measures = torchmetrics.MetricCollection(of)
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        self.measures.update(loss.exp())
+        return loss
+
+
 REFUSED = {
+    Together: "A MetricCollection of MeanMetric, MaxMetric is given a number.*one by one",
     Windowed: "Running counts updates.*mini-batch",
     SometimesWeighted: "returned a weight for some micro-batches and none for others",
     Reads: "'item' reads a value of the step that stage 1 has.*in on_train_batch_end",

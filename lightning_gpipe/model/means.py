@@ -12,6 +12,7 @@ from lightning_gpipe.model.remote import origin_of
 _MEANS = {"mean", "nanmean", "cross_entropy", "kl_div"}
 _MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16"}
+_SAME |= {"as_tensor", "asarray", "cpu", "cuda", "reshape", "squeeze", "view"}
 _SUMS = {"add", "sub", "subtract", "__add__", "__radd__", "__sub__", "__rsub__"}
 _MULTIPLES = {"mul", "multiply", "div", "divide", "true_divide", "neg", "negative"}
 _MULTIPLES |= {"__mul__", "__rmul__", "__truediv__", "__neg__"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torchmetrics import CatMetric, MeanMetric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_gpipe.model.remote import Where, origin_of
@@ -76,7 +76,7 @@ class Aggregates:
 
     def finish(
         self, trace: StepTrace, sizes: Sequence[int], weights: Sequence[Any]
-    ) -> Iterator[tuple[Any, Where | None, Any]]:
+    ) -> Iterator[tuple[Any, Where | None]]:
         """Give each metric the mini-batch's number, where it is.
 
         Args:
@@ -85,10 +85,9 @@ class Aggregates:
             weights: How much each micro-batch counts.
 
         Yields:
-            Each that was called: it, the stages that have its state, and what it returned here.
+            Each that was called, and the stages that have its state.
         """
         for given in self._given.values():
-            result = None
             if given.where is None or trace.stage in given.where:
                 # what all have must come out alike, and not all may have the weights
                 is_known = given.where is not None or not any(
@@ -99,28 +98,46 @@ class Aggregates:
                 parts = [sizes[m] for m in ms], [counts[m] for m in ms]
                 with trace.suspended():
                     number = merge(values, *parts, f"What {type(given.metric).__name__} is given")
-                    result = given.run(number)
+                    given.run(number)
             if given.is_forward:
-                yield given.metric, given.where, result
+                yield given.metric, given.where
         self.clear()
 
 
-def aggregated(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number that a metric is given as the step's; None: it is given something else.
+def aggregated(measure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number that a metric or a collection is given as the step's; None: it is given other.
+
+    Raises:
+        ValueError: If it is the step's for some metrics of a collection alone.
+    """
+    values = (*args, *kwargs.values())
+    if len(values) != 1 or isinstance(values[0], bool):
+        return None
+    metrics = [*measure.children()] if isinstance(measure, MetricCollection) else [measure]
+    are_steps = {_is_steps(metric, values[0]) for metric in metrics}
+    if len(are_steps) > 1:
+        raise ValueError(
+            f"A {type(measure).__name__} of {', '.join(type(m).__name__ for m in metrics)} is given"
+            " a number that may not be a mean over samples. With step='micro-batch' a mean of it"
+            " takes that of the mini-batch, others take those of the micro-batches: call the"
+            " metrics one by one, or use GPipeStrategy(step='mini-batch')."
+        )
+    return values[0] if are_steps == {True} else None
+
+
+def _is_steps(metric: Any, value: Any) -> bool:
+    """Whether what a metric is given is the step's number.
 
     A sum, or the largest or the smallest one, of samples is right if every micro-batch gives its
     own: there, only what is known to be a mean is the step's.
     """
-    values = (*args, *kwargs.values())
-    if not isinstance(metric, BaseAggregator) or len(values) != 1 or isinstance(values[0], bool):
-        return None
-    value = values[0]
+    if not isinstance(metric, BaseAggregator) or not isinstance(value, (Tensor, int, float)):
+        return False
+    if isinstance(value, Tensor) and value.ndim:
+        return False
+    if isinstance(metric, (MeanMetric, CatMetric)):
+        return True
     if isinstance(value, Tensor):
-        if value.ndim:
-            return None
         origin = origin_of(value)
-        is_steps = origin is not None and origin.is_mean
-    else:
-        is_steps = type(value) is int and isinstance(metric, SumMetric)
-    is_steps = is_steps or isinstance(metric, (MeanMetric, CatMetric))
-    return value if is_steps and isinstance(value, (Tensor, int, float)) else None
+        return origin is not None and origin.is_mean
+    return type(value) is int and isinstance(metric, SumMetric)

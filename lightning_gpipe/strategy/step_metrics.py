@@ -81,8 +81,9 @@ class StepMetrics:
         self._forwarded = {}
         if trace is None:
             return
-        for aggregate, where, result in self._aggregates.finish(trace, sizes, weights):
-            aggregate._forward_cache = _arrived(trace, aggregate, result, where)
+        for aggregate, where in self._aggregates.finish(trace, sizes, weights):
+            for metric in _members(aggregate).values():
+                metric._forward_cache = _arrived(trace, metric, metric._forward_cache, where)
         for measure, where in forwarded.values():
             of_mini_batch = self._of_mini_batch.get(id(measure))
             for name, metric in _members(measure).items():
@@ -144,7 +145,12 @@ class StepMetrics:
         where, value = self._note(trace, measure, args, kw), aggregated(measure, args, kw)
         if value is not None:
             self._aggregates.take(measure, forward, True, trace.micro_batch, value, where)
-            return value
+            if isinstance(measure, Metric):
+                return value
+            names = measure.keys(keep_base=False)
+            dtypes = [metric.dtype for metric in _members(measure).values()]
+            given = torch.as_tensor(value, device=self._pipeline.groups.device)
+            return {name: given.to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
         self._forwarded[id(measure)] = measure, where
         if where is None or trace.stage in where:
             with trace.suspended():
