@@ -385,7 +385,20 @@ class Together(models.Language):
         return loss
 
 
+class Penalised(models.Language):
+    """Has a penalty on the gradient of the loss in a part of the step."""
+
+    def loss(self, batch: Any) -> Any:
+        tokens, targets = batch
+        logits = self(tokens)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if self.training:
+            loss = loss + torch.autograd.grad(loss, logits, create_graph=True)[0].square().mean()
+        return loss
+
+
 REFUSED = {
+    Penalised: r"'grad' reads a value of the step that stage 1 has",
     Together: "A MetricCollection of MeanMetric, MaxMetric is given a number.*one by one",
     Windowed: "Running counts updates.*mini-batch",
     SometimesWeighted: "returned a weight for some micro-batches and none for others",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import NoneType
 from typing import Any, cast
 
@@ -134,7 +134,7 @@ class Run:
             if world.groups.stages == 1 and settings.step == "mini-batch":
                 steered = partial(_backward_alone, self, torch.autograd.backward)
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
-            grad = partial(_grad_outside, torch.autograd.grad)
+            grad = wraps(torch.autograd.grad)(partial(_grad_outside, torch.autograd.grad))
             undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
             for method in patches.REGISTER_HOOK, patches.RETAIN_GRAD:
                 undo.enter_context(method.replaced(hooks.counted(method.current())))
