@@ -306,3 +306,32 @@ def call_on_one_rank(rank: int) -> None:
 def test_a_call_on_one_rank_alone_is_an_error(rank: int) -> None:
     with pytest.raises(RankError, match="on every rank alike"):
         run_ranks(call_on_one_rank, 2, rank, timeout_s=30)
+
+
+class Slots:
+    """A loader on which no attribute can be set."""
+
+    __slots__ = ("batches",)
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def trained_on(loader: Any) -> int:
+    module = Recording()
+    run = trainer(devices=2, strategy=GPipeStrategy(2), max_epochs=1)
+    run.fit(module, loader)
+    return run.global_step
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Slots, 2), (Slots, 0), (list, 0)])
+def test_any_iterable_is_a_loader(kind: Any, count: int) -> None:
+    x = torch.ones(4, 6)
+    loader = kind([(x, x.sum(1), {})] * count)
+    assert run_ranks(trained_on, 2, loader) == [count] * 2

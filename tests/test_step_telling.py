@@ -385,6 +385,32 @@ class Together(models.Language):
         return loss
 
 
+class Each(models.Language):
+    """Returns the losses of all tokens."""
+
+    def loss(self, batch: Any) -> Any:
+        tokens, targets = batch
+        logits = self(tokens).flatten(0, 1)
+        return functional.cross_entropy(logits, targets.flatten(), reduction="none")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Nothing(models.Language):
+    """Skips a mini-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class Nameless(models.Language):
+    """Returns no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"error": super().training_step(batch, batch_idx)}
+
+
 class Penalised(models.Language):
     """Has a penalty on the gradient of the loss in a part of the step."""
 
@@ -398,6 +424,9 @@ class Penalised(models.Language):
 
 
 REFUSED = {
+    Each: r"The loss has the shape \(18,\), and only a scalar can be trained by",
+    Nothing: "returned no loss.*no micro-batch can be skipped",
+    Nameless: "the 'loss' key needs to be present",
     Penalised: r"'grad' reads a value of the step that stage 1 has",
     Together: "A MetricCollection of MeanMetric, MaxMetric is given a number.*one by one",
     Windowed: "Running counts updates.*mini-batch",
@@ -418,7 +447,14 @@ class OwnBackward(models.Language):
         loss.backward()
 
 
+class BackwardOfInstance(models.Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backward = lambda loss: loss.backward()  # type: ignore[method-assign]
+
+
 BEFORE: dict[type[models.Language], str] = {
+    BackwardOfInstance: "BackwardOfInstance overrides backward",
     Manual: "Manual optimization runs backwards inside the step.*step='mini-batch'",
     OwnBackward: "OwnBackward overrides backward",
 }
@@ -439,6 +475,27 @@ def test_refused_arguments() -> None:
         GPipeStrategy(schedule="1f1b")
     with pytest.raises(ValueError, match="counts the buckets of one reducer"):
         GPipeStrategy(step="micro-batch", ddp_comm_state=object())
+
+
+class OneElement(models.Language):
+    """Returns a loss that has dimensions."""
+
+    shape: tuple[int, ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx).reshape(self.shape)
+        return loss if batch_idx % 2 else {"loss": loss}
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_of_one_element_is_a_scalar(shape: tuple[int, ...]) -> None:
+    found = []
+    for each in (), shape:
+        module, strategy = OneElement(), GPipeStrategy(4, step="micro-batch")
+        module.shape = each
+        trainer(devices=1, strategy=strategy, max_steps=3).fit(module)
+        found.append(module.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def refused(kind: type[models.Language]) -> None:

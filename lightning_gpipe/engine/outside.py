@@ -48,10 +48,7 @@ class Outside:
         """Run the backward of a loss up to the backbone's output."""
         loss = outcome.loss
         if loss is None:
-            raise RuntimeError(
-                f"The training step returned no loss for micro-batch {m}, but one for others:"
-                " return a loss with the weight 0 beside it."
-            )
+            raise RuntimeError(f"The step of micro-batch {m} gave no loss.")
         if not loss.requires_grad:
             raise RuntimeError(
                 "The loss wants no gradient: it depends neither on the backbone's output nor on"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
-from lightning_gpipe.model.encoders import encode, encoder_of
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -60,8 +58,6 @@ class PipelinedModule:
         self.is_lazy = uncut.building.keeps_parts  # no rank holds all of it, before or after
         self._is_probing = self._is_weighted = False
         self._redirections.add(uncut.body, self._forward)
-        if (encoder := encoder_of(module, uncut.body)) is not None:
-            self._redirections.add(encoder, partial(encode, encoder))
         for layer in uncut.layers if surroundings.groups.stages > 1 else ():
             self._redirections.add(layer, not_alone)
 

@@ -25,6 +25,7 @@ from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.model.encoders import encode, encoder_of
 from lightning_gpipe.model.loop import is_loop
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import layers_of, outside_to
@@ -100,6 +101,8 @@ class Uncut:
         layers = tuple(layers_of(body))
         check_layers(len(layers), around.groups.stages, around.settings, backbone)
         redirections.take_over(body)
+        if (encoder := encoder_of(module, body)) is not None:
+            redirections.add(encoder, partial(encode, encoder))
         groups = around.groups
         seed, siblings = groups.decide("seed", torch.initial_seed), groups.siblings
         building = Building.of(module, backbone, layers, groups, seed)

@@ -59,7 +59,7 @@ class PipelineLoader:
         """
         shared = self._shared()
         if shared.channel.index == 0:
-            batches = self._iterator(shared)
+            batches = self._begin(shared)
             return self._read(batches, shared)
         self._receive(shared)
         if self._seen is not None:
@@ -84,7 +84,7 @@ class PipelineLoader:
         sampler = getattr(self._loader, "batch_sampler", None)
         return _lightning.seen_indices(sampler)
 
-    def _iterator(self, shared: SharedGenerators) -> Iterator[Any]:
+    def _begin(self, shared: SharedGenerators) -> Iterator[Any]:
         with _told(shared), world_of_replicas(*self._place):
             batches: Iterator[Any] = iter(self._loader)
         _send(shared, "start")

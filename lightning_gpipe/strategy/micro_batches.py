@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
 from lightning_gpipe.engine.running import Outcome
@@ -29,6 +30,7 @@ class _MiniBatch:
         sizes: Samples in each.
         rest: Its other arguments.
         metrics: The module's metrics.
+        trains: Whether it returns a loss to train by.
         log: What it logs.
         results: What it returns, without graphs.
     """
@@ -38,6 +40,7 @@ class _MiniBatch:
     sizes: Sequence[int]
     rest: tuple[Any, ...]
     metrics: StepMetrics
+    trains: bool
     log: StepLog = field(default_factory=StepLog)
     results: list[Any] = field(default_factory=list)
 
@@ -49,14 +52,14 @@ class _MiniBatch:
         """Run the step of a micro-batch."""
         self.log.begin(m)
         result = self.step(self.parts[m], *self.rest)
+        if self.trains:
+            result = _with_scalar(result)
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
             self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
-        if isinstance(result, Tensor):
-            return Outcome(result)
-        if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
-            return Outcome(result["loss"], result.get("weight"))
-        return Outcome()
+        weight = result.get("weight") if isinstance(result, Mapping) else None
+        loss = _loss_of(result)
+        return Outcome() if loss is None else Outcome(loss, weight)
 
 
 class MicroBatchSteps:
@@ -105,7 +108,7 @@ class MicroBatchSteps:
             )
         self.metrics.begin()
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[("training",)])
-        steps = _MiniBatch(step, parts, sizes, rest, self.metrics)
+        steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
         try:
@@ -129,7 +132,7 @@ class MicroBatchSteps:
         self.metrics.begin()
         loader = kind, *rest[1:]
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[loader])
-        steps = _MiniBatch(step, parts, sizes, rest, self.metrics)
+        steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=False)
         self._log = steps.log
         try:
             weighting = self._pipeline.run_steps(
@@ -181,6 +184,36 @@ class MicroBatchSteps:
 def _weight_of(result: Any, size: int) -> Any:
     """How much a micro-batch counts."""
     return result.get("weight", size) if isinstance(result, Mapping) else size
+
+
+def _loss_of(result: Any) -> Tensor | None:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _with_scalar(result: Any) -> Any:
+    """What a training step returns, with a loss that has no dimensions.
+
+    Raises:
+        MisconfigurationException: Lightning's, if it is nothing to train by.
+        RuntimeError: If the loss is no scalar, or there is none.
+    """
+    loss = _loss_of(result)
+    if loss is None:
+        ClosureResult.from_training_step_output(result)
+        raise RuntimeError(
+            "The training step returned no loss, and with step='micro-batch' no micro-batch can be"
+            ' skipped: return {"loss": loss, "weight": 0} for one that shall not count.'
+        )
+    if not loss.ndim:
+        return result
+    if loss.numel() != 1:
+        raise RuntimeError(
+            f"The loss has the shape {tuple(loss.shape)}, and only a scalar can be trained by:"
+            " return loss.mean()."
+        )
+    loss = loss.reshape(())
+    return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
 
 def _detached(value: Any) -> Any:

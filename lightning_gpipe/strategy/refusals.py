@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
@@ -103,7 +104,7 @@ def refuse_steps(trainer: pl.Trainer) -> None:
             "Manual optimization runs backwards inside the step, and with step='micro-batch' the"
             f" strategy runs them while other micro-batches are under way: {remedy}"
         )
-    if type(module).backward is not pl.LightningModule.backward:
+    if is_overridden("backward", module):
         raise ValueError(
             f"{type(module).__name__} overrides backward, which step='micro-batch' doesn't call:"
             f" {remedy}"
