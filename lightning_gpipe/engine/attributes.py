@@ -1,20 +1,25 @@
 """What layers keep in attributes, such as counters: a recompute must see that of its forward.
 
-A warm-up that a layer counts itself, a temperature that it lowers, the state of a metric: these are
-no buffers, and nothing tells that they change. So in a recompute those of the forward stand in
-their places, and after it what was there before.
+A warm-up that a layer counts itself, a temperature that it lowers, the state of a metric, a
+function that a step gives it for one call: these are no buffers, and nothing tells that they
+change. So in a recompute those of the forward stand in their places, and after it what was there
+before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from enum import Enum
+from functools import partial
 from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.model.layer_state import places_of
@@ -24,11 +29,15 @@ from lightning_gpipe.model.places import (
     NOTHING,
     Entries,
     Place,
+    attributes_of,
     has_values,
     own_copy,
 )
 
-_PLAIN = (int, float, complex, str, bytes, type(None), Number, Enum, np.generic)
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), Number, Enum, np.generic, slice, range),
+    *(torch.dtype, torch.device, type, partial, FunctionType, BuiltinFunctionType, MethodType),
+)
 
 
 class _State(NamedTuple):
@@ -63,7 +72,7 @@ _LEFT = _State({}, None, False)
 
 
 class LayerAttributes:
-    """Keeps numbers, strings, flags and small tensors in attributes of layers for recomputes.
+    """Keeps numbers, strings, functions and small tensors in attributes of layers for recomputes.
 
     Also those in their objects, in containers that hold nothing else, and in globals.
 
@@ -140,8 +149,10 @@ def _is_state(value: Any) -> bool:
     kind = type(value)  # a proxy claims to be of another class, or fails to tell
     if _is_plain(kind) or value is NOTHING:
         return True
-    if kind in (tuple, frozenset):
+    if issubclass(kind, (tuple, frozenset)):
         return len(value) <= FEW and all(_is_plain(type(one)) for one in value)
+    if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return all(_is_plain(type(one)) for one in (attributes_of(value) or {}).values())
     return issubclass(kind, (Tensor, np.ndarray)) and has_values(value)
 
 

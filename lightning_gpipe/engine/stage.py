@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from lightning_gpipe.engine.batch_statistics import Seen
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.layer_hooks import Hooks, LayerHooks
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
+from lightning_gpipe.engine.reproduced import Reproduced, sums
 from lightning_gpipe.engine.writes import ParameterWrites
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.tensors.tree import Tree
@@ -38,6 +41,8 @@ class StageCall:
         buffers: The layers' buffers; None where nothing needs to be known of them.
         statistics: What batch norm sees in the backwards.
         attributes: What layers keep in attributes, as each micro-batch's forward has met it.
+        hooks: The hooks that it has met.
+        sums: Of its output, where the recompute's are compared.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
@@ -54,6 +59,8 @@ class StageCall:
     buffers: CallBuffers | None
     statistics: Seen
     attributes: dict[int, States] = field(default_factory=dict)
+    hooks: dict[int, Hooks] = field(default_factory=dict)
+    sums: dict[int, list[Tensor]] | None = None
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
@@ -95,6 +102,8 @@ class Stage:
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
         self._attributes = LayerAttributes([*self._layers.values()])
+        self._hooks = LayerHooks(self._modules)
+        self._reproduced = Reproduced([*self._layers])
         self._randomness = LayerRandomness(self._layers, device, is_alone)
         self._watched, self._is_alone = watched, is_alone
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
@@ -121,7 +130,9 @@ class Stage:
         modes = self._modes()
         seeding, seed = self._randomness.begin(modes, is_once), seed_of(*context.key)
         buffers = self._buffers.begin(modes)
-        return StageCall(context, modes, len(sizes), seed, seeding, buffers, statistics)
+        call = StageCall(context, modes, len(sizes), seed, seeding, buffers, statistics)
+        call.sums = None if is_once else self._reproduced.begin()
+        return call
 
     def end_forward(self, call: StageCall) -> None:
         """End the forward part of a call, once all its micro-batches are forwarded."""
@@ -166,7 +177,7 @@ class Stage:
         record = MicroBatch(requires_grad, is_own, is_lent)
         call.micro_batches[m] = record
         if drops:
-            call.attributes[m] = self._attributes.met()
+            call.attributes[m], call.hooks[m] = self._attributes.met(), self._hooks.met()
         with (
             self._writes.noted(call.written) if drops else nullcontext(),
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
@@ -181,6 +192,8 @@ class Stage:
             call.overwritten |= _moved(counts, given)
             if before and _marks(given) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
+        if drops and call.sums is not None:
+            call.sums[m] = sums(outputs)
         record.end_forward(inputs, outputs, keep_graph)
         return outputs.detached()
 
@@ -203,11 +216,16 @@ class Stage:
             self._in_modes(call.modes),
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
             self._attributes.restored(met),
+            self._hooks.restored(call.hooks[m]),
             self._watched(),
             self._batch_norm.micro_batch(recompute=True),
         ):
             given = record.enter_again(keep_input)
-            record.end_recompute(self._run(m, given, call, is_once=False))
+            run = partial(self._run, m, given, call, is_once=False)
+            outputs = call.context.variables.copy().run(run)
+            if call.sums is not None:
+                self._reproduced.compare(call.sums.get(m, []), outputs)
+            record.end_recompute(outputs)
 
     def backward(
         self,

@@ -43,6 +43,10 @@ class Redirect:
         """Call the target."""
         return self._target(*args, **kwargs)
 
+    def release(self) -> None:
+        """Call from now on what a call of the module did before."""
+        self._target = self._own()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._own(), memo)
 
@@ -68,6 +72,7 @@ class Redirections:
     def __init__(self, is_alone: bool) -> None:
         self._is_alone = is_alone
         self._targets: dict[nn.Module, Callable[..., Any]] = {}
+        self._redirects: dict[nn.Module, Redirect] = {}
         self._taken_over: list[tuple[Listening, type[nn.Module]]] = []
 
     def take_over(self, backbone: nn.Module) -> None:
@@ -94,10 +99,17 @@ class Redirections:
         # a forward of the instance's own: torch.compile sets one, and users do
         previous = module.__dict__.get("forward")
         original = previous.original if isinstance(previous, Redirect) else previous
-        module.__dict__["forward"] = Redirect(module, original, target)
+        redirect = self._redirects[module] = Redirect(module, original, target)
+        module.__dict__["forward"] = redirect
 
     def remove(self, module: nn.Module) -> None:
-        """Let calls of a module go to its own forward again."""
+        """Let calls of a module go to its own forward again, also those of who kept the other."""
+        self._take_off(module)
+        redirect = self._redirects.pop(module, None)
+        if redirect is not None:
+            redirect.release()
+
+    def _take_off(self, module: nn.Module) -> None:
         if self._targets.pop(module, None) is None:
             return
         if isinstance(module, Listening):
@@ -118,7 +130,7 @@ class Redirections:
         """Let modules be called as if nothing were redirected: these, or all."""
         targets = {m: to for m, to in self._targets.items() if not modules or m in modules}
         for module in targets:
-            self.remove(module)
+            self._take_off(module)
         try:
             yield
         finally:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, ClassVar, cast
+
+from lightning_gpipe.tensors import hooks
 
 _ABSENT = object()
 
@@ -228,6 +230,11 @@ RETAIN_GRAD = Target(
     "retain_grad",
     "nor where a tensor keeps its gradient: it would be added twice",
 )
+REMOVE_HOOK = Target(
+    "torch.utils.hooks.RemovableHandle",
+    "remove",
+    "a recompute runs the hooks of its forward, so it has to know when one is taken off",
+)
 SIGTERM_BROADCAST = Target(
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_broadcast_sigterm_tensor",
@@ -279,6 +286,7 @@ TARGETS = (
     AUTOGRAD_GRAD,
     REGISTER_HOOK,
     RETAIN_GRAD,
+    REMOVE_HOOK,
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
     BATCH_SIZE_FILE,
@@ -286,3 +294,13 @@ TARGETS = (
     CLOSURE,
     DEFAULT_GROUP,
 )
+
+
+@contextmanager
+def hooks_counted() -> Iterator[None]:
+    """Count hooks inside this context, and gradients that tensors keep."""
+    with ExitStack() as undo:
+        for method in REGISTER_HOOK, RETAIN_GRAD:
+            undo.enter_context(method.replaced(hooks.counted(method.current())))
+        undo.enter_context(REMOVE_HOOK.replaced(hooks.noting_removal(REMOVE_HOOK.current())))
+        yield

@@ -48,7 +48,6 @@ from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
 from lightning_gpipe.strategy.optimizer_states import OptimizerStates
 from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import World
-from lightning_gpipe.tensors import hooks
 
 
 class Run:
@@ -136,8 +135,7 @@ class Run:
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
             grad = wraps(torch.autograd.grad)(partial(_grad_outside, torch.autograd.grad))
             undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
-            for method in patches.REGISTER_HOOK, patches.RETAIN_GRAD:
-                undo.enter_context(method.replaced(hooks.counted(method.current())))
+            undo.enter_context(patches.hooks_counted())
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             self._steps = None

@@ -1,6 +1,7 @@
-"""Counts the hooks on tensors with a graph, and the gradients kept there.
+"""Counts hooks: those on tensors with a graph, and changes of any.
 
-A backward that is split, or a second one, would run them twice.
+A backward that is split, or a second one, would run the former twice, or add gradients twice that
+tensors keep.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Result = TypeVar("Result")
-_count = 0
+_count = _removals = 0
 
 
 def count() -> int:
@@ -34,3 +36,24 @@ def counted(register: Callable[..., Result]) -> Callable[..., Result]:
         return register(tensor, *args, **kwargs)
 
     return counting
+
+
+def all_changes() -> tuple[int, int]:
+    """Changes when any hook comes or, while :func:`noting_removal` stands there, goes."""
+    return RemovableHandle.next_id, _removals
+
+
+def noting_removal(remove: Callable[[RemovableHandle], None]) -> Callable[[RemovableHandle], None]:
+    """``RemovableHandle.remove``, counted.
+
+    Args:
+        remove: PyTorch's.
+    """
+
+    @wraps(remove)
+    def removing(handle: RemovableHandle) -> None:
+        global _removals
+        _removals += 1
+        remove(handle)
+
+    return removing
