@@ -119,6 +119,31 @@ class Inference(models.Module):
         return nn.functional.mse_loss(self.head(nn.functional.pad(h.clone(), (0, 1))), y)
 
 
+class Scaled(nn.Module):
+    """Gives a module of its own other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        given = {name: 1.5 * p for name, p in self.linear.named_parameters()}
+        return torch.func.functional_call(self.linear, given, (x,))
+
+
+class SubstitutedInside(models.Module):
+    """May give other modules what it likes: the teacher, and what a layer has."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(Scaled(), nn.Tanh(), Scaled(), nn.Tanh())
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.backbone(x)
+        given = {name: 0.5 * p for name, p in self.head.named_parameters()}
+        return nn.functional.mse_loss(torch.func.functional_call(self.head, given, (out,)), y)
+
+
 def weights(kind: type[models.Module], state: Any, stages: int, mode: str) -> dict[str, Tensor]:
     module = kind("sgd")
     module.load_state_dict(state)
@@ -130,7 +155,16 @@ def weights(kind: type[models.Module], state: Any, stages: int, mode: str) -> di
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     "kind",
-    [LargeInPlace, OutputHook, FunctionalNorm, Switching, Renormalising, DefaultType, Inference],
+    [
+        SubstitutedInside,
+        LargeInPlace,
+        OutputHook,
+        FunctionalNorm,
+        Switching,
+        Renormalising,
+        DefaultType,
+        Inference,
+    ],
 )
 def test_equal_to_a_plain_trainer_or_between_modes(kind: type[models.Module], stages: int) -> None:
     torch.manual_seed(0)
@@ -249,6 +283,22 @@ def test_gradients_that_layers_keep_are_the_same_for_every_schedule() -> None:
     torch.testing.assert_close(found, expected)
 
 
+class Substituted(models.Module):
+    """Calls the backbone with other parameters: stages ran it with their own, silently."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        given = {name: 1.5 * p for name, p in self.backbone.named_parameters()}
+        return nn.functional.mse_loss(torch.func.functional_call(self.backbone, given, (x,)), y)
+
+
+class SubstitutedInAll(Substituted):
+    """The same, of the module."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        given = {name: 1.5 * p for name, p in self.named_parameters()}
+        return nn.functional.mse_loss(torch.func.functional_call(self, given, (x,)), y)
+
+
 def run(kind: type[models.Module]) -> None:
     strategy = GPipeStrategy(4, checkpoint="always")
     train(kind(), max_steps=4, devices=2, strategy=strategy)
@@ -257,6 +307,8 @@ def run(kind: type[models.Module]) -> None:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
+        (Substituted, "functional_call gives the backbone other parameters"),
+        (SubstitutedInAll, "functional_call gives the backbone other parameters"),
         (ChangedInput, "input was changed in place"),
         (SharedCounter, "The buffer backbone.0.count is used by layers of several stages"),
         (Penalty, "create_graph=True"),

@@ -235,6 +235,11 @@ REMOVE_HOOK = Target(
     "remove",
     "a recompute runs the hooks of its forward, so it has to know when one is taken off",
 )
+REPARAMETRIZE = Target(
+    "torch.nn.utils.stateless",
+    "_reparametrize_module",
+    "functional_call would give the backbone parameters that stages don't have",
+)
 SIGTERM_BROADCAST = Target(
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_broadcast_sigterm_tensor",
@@ -287,6 +292,7 @@ TARGETS = (
     REGISTER_HOOK,
     RETAIN_GRAD,
     REMOVE_HOOK,
+    REPARAMETRIZE,
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
     BATCH_SIZE_FILE,

@@ -33,6 +33,7 @@ from lightning_gpipe.state.placement import Owners
 from lightning_gpipe.strategy import (
     _lightning,
     callbacks,
+    functional_calls,
     metrics,
     monitor,
     patches,
@@ -136,6 +137,7 @@ class Run:
             grad = wraps(torch.autograd.grad)(partial(_grad_outside, torch.autograd.grad))
             undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
             undo.enter_context(patches.hooks_counted())
+            undo.enter_context(functional_calls.refused(self.pipeline))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
             self._steps = None
