@@ -18,8 +18,9 @@ from torchmetrics import MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import GPipeStrategy
+from tests import models
 from tests.ranks import run_ranks
-from tests.training import trainer
+from tests.training import train, trainer
 
 
 class Reporting(L.LightningModule):
@@ -147,3 +148,21 @@ def test_metrics_equal_a_plain_trainers(stages: int, tmp_path: Path) -> None:
     for rank in ranks:
         assert rank["metrics"] == ranks[0]["metrics"]
         assert {**rank, "metrics": None} == {**expected, "metrics": None}
+
+
+class Words(models.Module):
+    """Has an embedding whose gradient depends on all that it is given."""
+
+    def build(self) -> None:
+        words = nn.Embedding(5, models.WIDTH, scale_grad_by_freq=True)
+        self.backbone = nn.Sequential(words, nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.backbone((x[:, 0].abs() * 2).long() % 5), y)
+
+
+def test_an_embedding_that_scales_by_frequency_is_told_of() -> None:
+    told = "'0' \\(Embedding\\) has scale_grad_by_freq=True"
+    with pytest.warns(UserWarning, match=told):
+        train(Words("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(2))
+    train(Words("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(1))

@@ -71,6 +71,14 @@ class Told:
                 )
                 break
         is_replicated = around.settings.step == "mini-batch"
+        for name, module in (self.body if is_replicated else self.module).named_modules():
+            if getattr(module, "scale_grad_by_freq", False) and chunks > 1:
+                around.warn(
+                    f"'{name}' ({type(module).__name__}) has scale_grad_by_freq=True, and divides"
+                    " its gradient by how often words are in a micro-batch, not in the mini-batch."
+                    " Build it without, or use chunks=1."
+                )
+                break
         if outside > OUTSIDE_LIMIT and groups.stages > 1 and is_replicated:
             around.warn(
                 f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
