@@ -327,6 +327,48 @@ def test_metrics_that_are_given_a_scalar(stages: int, virtual: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+class Made(models.Language):
+    """Makes metrics in hooks, anew in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.mean = torchmetrics.MeanMetric()
+        self.measures = torch.nn.ModuleDict({"sum": torchmetrics.SumMetric()})
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.mean.update(loss)
+        self.measures["sum"](loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated(self.loss(batch))
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"mean": self.mean.compute(), "sum": self.measures["sum"].compute()})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", self.validated.compute())
+
+
+def made(stages: int) -> Any:
+    options: dict[str, Any] = {}
+    if stages:
+        options = {"devices": stages, "strategy": GPipeStrategy(4, step="micro-batch")}
+    run = trainer(max_epochs=3, **options)
+    run.fit(Made())
+    return dict(run.callback_metrics)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_metrics_that_hooks_make(stages: int) -> None:
+    expected = made(0)
+    for found in run_ranks(made, stages, stages):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 class Reads(models.Language):
     """Reads a value in the step that another stage has."""
 

@@ -106,7 +106,7 @@ class MicroBatchSteps:
             raise RuntimeError(
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
-        self.metrics.begin()
+        self.metrics.begin(is_first=not rest or rest[0] == 0)
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[("training",)])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
         scale = self._scale() / self._trainer.accumulate_grad_batches
@@ -129,7 +129,7 @@ class MicroBatchSteps:
         if result is not NotImplemented:
             return result
         self._evaluations += 1
-        self.metrics.begin()
+        self.metrics.begin(is_first=not rest or rest[0] == 0)
         loader = kind, *rest[1:]
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[loader])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=False)

@@ -40,7 +40,7 @@ class StepMetrics:
         self._pipeline = pipeline
         self._module = module
         self._measures: list[_Measure] = []
-        self._trackers = [m for m in module.modules() if isinstance(m, MetricTracker)]
+        self._trackers: list[MetricTracker] = []
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         # by id: the hash of a metric is that of its state
         self._sources: dict[int, int] = {}  # the stage that has the state
@@ -63,12 +63,22 @@ class StepMetrics:
             self._replaced.clear()
             self._measures.clear()
 
-    def begin(self) -> None:
-        """Begin a mini-batch: trackers may have made new metrics."""
+    def begin(self, is_first: bool) -> None:
+        """Begin a mini-batch: trackers may have made new metrics.
+
+        Args:
+            is_first: Whether an epoch begins with it: then hooks may have made some, too.
+        """
         self._aggregates.clear()
         known = {id(measure) for measure in self._measures}
-        for tracker in self._trackers:
-            self._attach(m for m in _outermost(tracker) if id(m) not in known)
+        if is_first:
+            self._trackers = [m for m in self._module.modules() if isinstance(m, MetricTracker)]
+            found = {id(measure): measure for measure in _outermost(self._module)}
+            self._measures = [m for m in self._measures if id(m) in found]  # others were replaced
+            self._attach(m for i, m in found.items() if i not in known)
+        else:
+            for tracker in self._trackers:
+                self._attach(m for m in _outermost(tracker) if id(m) not in known)
 
     def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
         """End the last step of a mini-batch: note what it gives. In the step.
