@@ -144,6 +144,7 @@ def trained(
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         state = train(module, max_steps=3, **options)
+    assert FACTOR.get() == 1.0  # also where the first step ends at its call of the backbone
     return state, [str(w.message) for w in found if "recompute" in str(w.message)]
 
 

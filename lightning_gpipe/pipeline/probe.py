@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -40,12 +41,17 @@ def probe(
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
     kept = [(part, Attributes(part)) for part in module.modules()]
+    variables = copy_context()
     try:
         with torch.no_grad(), preserved(device):
-            return step()
+            returned = variables.run(step)
     except Reached as reached:
         _put_back(kept, buffers, before)  # the step will run once more
         return reached
+    for variable, value in variables.items():
+        if variable.get(None) is not value:
+            variable.set(value)
+    return returned
 
 
 def _put_back(
