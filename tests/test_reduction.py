@@ -121,7 +121,11 @@ MEANS: dict[str, Any] = {
     "by tokens": lambda _, x, y: x.square().sum() / x.numel(),
     "of differences to features": lambda _, x, y: (x[:, :, None] - x[:, None]).square().mean(),
     "of terms": lambda _, x, y: torch.stack([each(x, y).mean(), x.square().mean()]).sum(),
-    "by a variance": lambda _, x, y: x.square().mean() / x.detach().var(),
+    "by a temperature": lambda _, x, y: x.square().mean() / 0.7,
+    "by a random factor": lambda _, x, y: each(x, y).mean() * torch.rand(()),
+    "of signs": lambda _, x, y: (x[:, 0] * torch.tensor([1.0, -1.0] * 2)).relu().mean(),
+    "of one weight": lambda _, x, y: (each(x, y) * torch.ones(len(x))).mean(),
+    "of weights": lambda _, x, y: (each(x, y) * torch.rand(len(x))).mean(),
     "of no nan": lambda _, x, y: torch.nansum(each(x, y)),  # nothing can be told
     "of one's own": lambda _, x, y: SumOwn.apply(x) / x.numel(),
     "of one's own sum": lambda _, x, y: SumOwn.apply(x),
@@ -315,12 +319,37 @@ def test_a_mean_over_different_numbers_is_told(name: str) -> None:
     assert told(COUNTED[name]) == ""
 
 
-def test_a_mean_by_weights_is_told() -> None:
-    def weighted(_: Any, x: Tensor, y: Tensor) -> Tensor:
-        weights = x.detach()[:, 0].abs()
-        return (each(x, y) * weights).sum() / weights.sum()
+BY_WEIGHTS: dict[str, Any] = {
+    "sums": lambda x, y, w: (each(x, y) * w).sum() / w.sum(),
+    "means": lambda x, y, w: (each(x, y) * w).mean() / w.mean(),
+    "a variance": lambda x, y, _: x.square().mean() / x.detach().var(),
+    "a selection": lambda x, y, _: each(x, y)[y > 2].mean(),
+}
+NORMALISED: dict[str, Any] = {
+    "by the sum": lambda x, y, w: (each(x, y) * (w / w.sum() * len(w))).mean(),
+    "by the mean": lambda x, y, w: (each(x, y) * (w / w.mean())).mean(),
+    "to one": lambda x, y, w: (each(x, y) * w.softmax(0)).sum(),
+    "advantages": lambda x, y, w: (-x.exp()[:, 0] * ((w - w.mean()) / w.std())).mean(),
+    "a baseline": lambda x, y, w: -((w - w.mean()) * x.log_softmax(1)[:, 0]).mean(),
+    "targets": lambda x, y, w: F.mse_loss(x[:, 0], (w - w.mean()) / w.std()),
+}
 
-    assert "or over different weights" in told(weighted)
+
+def weights_of(x: Tensor) -> Tensor:
+    return x.detach()[:, 0].abs() + 0.1
+
+
+@pytest.mark.parametrize("name", BY_WEIGHTS)
+def test_a_mean_by_weights_is_told(name: str) -> None:
+    text = told(lambda _, x, y: BY_WEIGHTS[name](x, y, weights_of(x)))
+    assert "or over different weights" in text
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_what_is_normalised_by_micro_batches_is_told(name: str) -> None:
+    text = told(lambda _, x, y: NORMALISED[name](x, y, weights_of(x)))
+    assert "have a mean of 0 or 1, or a sum of 1, in each micro-batch" in text or name == "to one"
+    assert text
 
 
 def test_weights_mend_it() -> None:

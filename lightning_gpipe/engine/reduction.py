@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.engine.coupling import couples_samples
+from lightning_gpipe.engine.given import class_weights, is_normalised
 from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
 
@@ -46,6 +47,7 @@ class Reductions:
     is_told: bool
     _has_sum: bool = False
     _curve: str = ""  # the operation that makes it no mean
+    _normalised: int = 0  # losses that use numbers with a mean of 0 or 1 in their micro-batch
     _is_coupled: bool = False  # whether it couples samples, whatever the operation
     _counts: dict[int, list[float]] = field(default_factory=dict)
     _weights: dict[int, list[Tensor]] = field(default_factory=dict)  # of classes
@@ -70,7 +72,9 @@ class Reductions:
                 self._has_sum = True
         self._counts[m] = counts
         self._shares[m] = shares
-        self._weights[m] = [w for node in of_output if (w := _class_weights(node)) is not None]
+        self._weights[m] = [w for node in of_output if (w := class_weights(node)) is not None]
+        if any(is_normalised(node, samples) for node in of_output):
+            self._normalised += 1
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output)
         if m == 0 and may_repeat and not self._curve:
@@ -111,6 +115,14 @@ class Reductions:
                 " to be computed from its samples. With step='micro-batch' no micro-batch sees the"
                 " mini-batch's. Compute them from the training data, or use"
                 " GPipeStrategy(step='mini-batch').",
+                stacklevel=2,
+            )
+        elif self._normalised == len(counts):
+            warnings.warn(
+                "The loss uses numbers that have a mean of 0 or 1, or a sum of 1, in each"
+                " micro-batch, such as weights that were divided by their mean, or advantages less"
+                " their mean. In the mini-batch these would be others. Normalise them before the"
+                " step, in on_after_batch_transfer, or use GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
         elif not is_weighted and _differ(counts, running.sizes):
@@ -226,13 +238,13 @@ def _reductions(
             total = getattr(node, "_saved_total_weight", None)
             if reduction != _SUM and total is not None:
                 count(float(total))
+        elif name.startswith("MeanBackward"):
+            count(math.prod(shape_of(node)))
         elif name.startswith(("SumBackward", "DotBackward")):
             found.append((node, sums_samples(node, samples)))
         elif name.startswith("Div"):
             divisor, divided = _factor(node), node.next_functions[0][0]
-            is_sum = divided is not None and divided.name().startswith("SumBackward")
-            by_weights = is_sum and sums_samples(divided, samples) and math.isfinite(divisor)
-            if by_weights or divisor.is_integer():
+            if math.isfinite(divisor):
                 count(divisor)
             for number in _divided(divided, samples):
                 share(divisor / number)
@@ -269,17 +281,6 @@ def _is_share(name: str, node: Any, samples: int) -> bool:
     summed = [math.prod(shape_of(n)) for n, _ in node.next_functions if n is not None]
     # a half is in many a formula
     return number > 2 and any(math.isclose(number, count) for count in (samples, *summed))
-
-
-def _class_weights(node: Any) -> Tensor | None:
-    """The weights of classes, or of positive ones, that a loss was given."""
-    if node.name().startswith("NllLoss"):
-        found: Tensor | None = node._saved_weight
-        return found
-    if node.name().startswith("BinaryCrossEntropyWithLogits"):
-        found = node._saved_pos_weight
-        return found if found is not None and len(found.squeeze().shape) <= 1 else None
-    return None
 
 
 def _are_same(weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
