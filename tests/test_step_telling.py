@@ -47,6 +47,8 @@ class Tells(models.Language):
         self.loss_so_far = torchmetrics.MeanMetric()
         self.by_name = self.several.clone(prefix="by_name_")
         self.mean = torchmetrics.MeanMetric()
+        self.given = MulticlassF1Score(models.VOCABULARY)
+        self.given_together = self.several.clone(prefix="given_", postfix="_together")
         self.losses: list[Tensor] = []
         self.rows: list[Tensor] = []
 
@@ -65,6 +67,9 @@ class Tells(models.Language):
         self.log("sized", loss, batch_size=len(tokens), on_epoch=True, sync_dist=True)
         self.accuracy(logits.flatten(0, 1), targets.flatten())
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        f1 = self.given(logits.flatten(0, 1), targets.flatten())
+        self.log("given", f1, on_step=True, on_epoch=True)
+        self.log_dict(self.given_together(logits.flatten(0, 1), targets.flatten()), on_epoch=True)
         self.mean.update(loss)
         self.loss_so_far(loss)  # with its graph
         self.log("loss_so_far", self.loss_so_far, on_step=True, on_epoch=True)
@@ -85,6 +90,7 @@ class Tells(models.Language):
         called = self.called(logits.flatten(0, 1), targets.flatten())
         self.log_dict(self.called)
         self.log("one of them", called["called_micro"])
+        self.log("given_f1", self.given(logits.flatten(0, 1), targets.flatten()))
         self.tracker.update(logits.flatten(0, 1), targets.flatten())
         self.several.update(logits.flatten(0, 1), targets.flatten())
         self.log_dict(self.several)

@@ -10,8 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_gpipe.strategy.batches import weighted_mean
+from lightning_gpipe.strategy.step_metrics import StepMetrics
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -29,17 +31,25 @@ class _Entry:
         micro_batch: In whose step.
         value: A tensor without a graph, a number or a metric.
         options: The other arguments.
+        source: The metric that gave it; None: something else.
     """
 
     micro_batch: int
     value: Any
     options: dict[str, Any]
+    source: Metric | None
 
 
 class StepLog:
-    """The calls of ``self.log`` in the steps of a mini-batch."""
+    """The calls of ``self.log`` in the steps of a mini-batch.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: The module's metrics: what they give a step is logged as they give it for the
+            mini-batch.
+    """
+
+    def __init__(self, metrics: StepMetrics) -> None:
+        self._metrics = metrics
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
         self._micro_batch = 0
@@ -54,10 +64,11 @@ class StepLog:
         bound = _SIGNATURE.bind(module, *args, **kwargs).arguments
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
+        source = self._metrics.source_of(value)
         if isinstance(value, Tensor):
             value = value.detach().clone()
         count = self._counts[name] = self._counts.get(name, 0) + 1
-        entry = _Entry(self._micro_batch, value, bound)
+        entry = _Entry(self._micro_batch, value, bound, source)
         self._entries.setdefault((name, count), []).append(entry)
 
     def replay(self, log: Any, weights: Sequence[float]) -> None:
@@ -74,7 +85,15 @@ class StepLog:
             if None not in sizes:
                 counts = [float(size) for size in sizes]
                 options["batch_size"] = int(sum(counts))
-            log(name, _reduced(entries, counts), **options)
+            value = self._of_metric(entries)
+            log(name, _reduced(entries, counts) if value is None else value, **options)
+
+    def _of_metric(self, entries: Sequence[_Entry]) -> Any:
+        """What a metric gives for the mini-batch, if it gave all values; else None."""
+        source = entries[0].source
+        if source is None or any(entry.source is not source for entry in entries):
+            return None
+        return self._metrics.of_mini_batch(source)
 
 
 def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:

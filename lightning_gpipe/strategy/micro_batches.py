@@ -41,8 +41,11 @@ class _MiniBatch:
     rest: tuple[Any, ...]
     metrics: StepMetrics
     trains: bool
-    log: StepLog = field(default_factory=StepLog)
+    log: StepLog = field(init=False)
     results: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.log = StepLog(self.metrics)
 
     def looks(self) -> list[str]:
         """What each micro-batch looks like: the shapes of its tensors."""
@@ -144,7 +147,7 @@ class MicroBatchSteps:
 
     def _probe(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Have the module cut, if that waits for an input; see :meth:`PipelinedModule.probe`."""
-        log = StepLog()
+        log = StepLog(self.metrics)
         self._log = log
         try:
             result = self._pipeline.probe(lambda: step(batch, *rest))

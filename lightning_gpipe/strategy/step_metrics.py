@@ -47,6 +47,10 @@ class StepMetrics:
         self._of_mini_batch: dict[int, _Measure] = {}
         self._forwarded: dict[int, tuple[_Measure, Where | None]] = {}
         self._aggregates = Aggregates()
+        # what metrics gave the steps of the mini-batch, by id, and the metric
+        self._given: dict[int, tuple[Any, Metric]] = {}
+        self._called: set[tuple[int, int]] = set()  # which, in which micro-batch
+        self._often: set[int] = set()  # those that were called more than once in one
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -70,6 +74,9 @@ class StepMetrics:
             is_first: Whether an epoch begins with it: then hooks may have made some, too.
         """
         self._aggregates.clear()
+        self._given.clear()
+        self._called.clear()
+        self._often.clear()
         known = {id(measure) for measure in self._measures}
         if is_first:
             self._trackers = [m for m in self._module.modules() if isinstance(m, MetricTracker)]
@@ -169,7 +176,29 @@ class StepMetrics:
                     self._of_mini_batch[id(measure)].reset()
                 value = forward(*args, **kw)
                 self._of_mini_batch[id(measure)].update(*args, **kw)
-        return _arrived(trace, measure, value, where)
+        result = _arrived(trace, measure, value, where)
+        self._give(measure, result, trace.micro_batch)
+        return result
+
+    def _give(self, measure: _Measure, result: Any, micro_batch: int) -> None:
+        """Note what a metric gives a step."""
+        metrics = list(_members(measure).values())
+        results = list(result.values()) if isinstance(result, dict) else [result]
+        if len(metrics) == len(results):
+            self._given.update((id(r), (r, m)) for r, m in zip(results, metrics, strict=True))
+        call = id(measure), micro_batch
+        if call in self._called:
+            self._often.update(map(id, metrics))
+        self._called.add(call)
+
+    def source_of(self, value: Any) -> Metric | None:
+        """The metric that gave a step a value, as it is."""
+        given = self._given.get(id(value))
+        return given[1] if given is not None and given[0] is value else None
+
+    def of_mini_batch(self, metric: Metric) -> Any:
+        """What a metric gives for the mini-batch, once it is through; None: not known."""
+        return None if id(metric) in self._often else metric._forward_cache
 
     def _compute(self, measure: _Measure, compute: Callable[..., Any]) -> Any:
         trace = self._pipeline.step_trace
