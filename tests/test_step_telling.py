@@ -375,6 +375,34 @@ def test_metrics_that_hooks_make(stages: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+class Scaled(models.Language):
+    """Gets a number per token from the loader, as many as a batch has samples."""
+
+    batch_size = models.LENGTH
+
+    def loss(self, batch: Any) -> Any:
+        tokens, targets, scales = batch
+        logits = self(tokens) * (scales[:, None] if len(scales) == tokens.shape[1] else 1)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def train_dataloader(self) -> Any:
+        each = [(*batch, self.scales) for batch in super().train_dataloader()]
+        return DataLoader(each, batch_size=None)
+
+
+def test_a_tensor_for_all_samples_that_is_split_is_told_of() -> None:
+    for scales in torch.arange(6.0), torch.ones(6), torch.arange(6.0)[None]:
+        module = Scaled()
+        module.scales = scales
+        strategy = GPipeStrategy(3, step="micro-batch")
+        run = trainer(devices=1, strategy=strategy, max_steps=3, limit_val_batches=0)
+        if scales.shape == (6,) and scales.std():
+            with pytest.warns(UserWarning, match=r"shape \(6,\) is the same in the first two"):
+                run.fit(module)
+        else:
+            run.fit(module)
+
+
 class Reads(models.Language):
     """Reads a value in the step that another stage has."""
 

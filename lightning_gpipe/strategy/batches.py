@@ -75,6 +75,27 @@ def split_batch(
     return [_rows(batch, part, samples, whole) for part in rows], sizes
 
 
+def constant_tensor(before: Sequence[Tensor], now: Sequence[Tensor], samples: int) -> Tensor | None:
+    """A tensor that is split, though it may be none with a row per sample; None: there is none.
+
+    It is the same in two batches that differ, and its rows aren't all alike.
+
+    Args:
+        before: The tensors of a batch.
+        now: Those of another one of the same loader.
+        samples: How many that has.
+    """
+    pairs = list(zip(before, now, strict=False))
+    if len(before) != len(now) or all(_are_equal(a, b) for a, b in pairs):
+        return None
+    same = (b for a, b in pairs if b.ndim and len(b) == samples and _are_equal(a, b))
+    return next((t for t in same if not bool((t == t[:1]).all())), None)
+
+
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and bool((tensor == other).all())
+
+
 def _check_ragged(batch: Any) -> None:
     """Refuse a list of samples, of which the first one's first dimension looks like N."""
     for item in batch if isinstance(batch, (list, tuple)) else (batch,):

@@ -10,14 +10,25 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import _lightning
-from lightning_gpipe.strategy.batches import KeyPath, merge, split_batch, tensors_of, weighted_mean
+from lightning_gpipe.strategy.batches import (
+    KeyPath,
+    constant_tensor,
+    merge,
+    split_batch,
+    tensors_of,
+    weighted_mean,
+)
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
+
+#: Elements of a tensor up to which it is compared.
+_FEW = 1 << 16
 
 
 @dataclass(slots=True)
@@ -77,6 +88,7 @@ class MicroBatchSteps:
         self._trainer, self._pipeline = trainer, pipeline
         self._log: StepLog | None = None
         self._evaluations = 0
+        self._first: list[Tensor] | None = None  # of the first batch
         self._whole = defaultdict[tuple[Any, ...], set[KeyPath]](set)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
@@ -110,6 +122,7 @@ class MicroBatchSteps:
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
         self.metrics.begin(is_first=not rest or rest[0] == 0)
+        self._look_for_constants(tensors_of(batch))
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[("training",)])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
         scale = self._scale() / self._trainer.accumulate_grad_batches
@@ -144,6 +157,22 @@ class MicroBatchSteps:
         finally:
             self._log = None
         return self._told(steps, sizes, weighting.weights)
+
+    def _look_for_constants(self, tensors: list[Tensor]) -> None:
+        """Warn, in the second batch, of a tensor that is split and may be for all samples."""
+        if self._first is None:
+            self._first = [t.detach().clone() for t in tensors if t.numel() <= _FEW]
+        elif self._first:
+            first, self._first = self._first, []
+            samples = next((len(t) for t in tensors if t.ndim), 0)
+            found = constant_tensor(first, [t for t in tensors if t.numel() <= _FEW], samples)
+            if found is not None and self._pipeline.chunks > 1:
+                rank_zero_warn(
+                    f"A tensor of shape {tuple(found.shape)} is the same in the first two batches,"
+                    " and as long as they are, so step='micro-batch' splits it by samples. If it"
+                    " isn't one row per sample, make it a buffer of the module, or let the loader"
+                    " give it the shape [1, ...]."
+                )
 
     def _probe(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Have the module cut, if that waits for an input; see :meth:`PipelinedModule.probe`."""
