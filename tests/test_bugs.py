@@ -283,6 +283,24 @@ def test_gradients_that_layers_keep_are_the_same_for_every_schedule() -> None:
     torch.testing.assert_close(found, expected)
 
 
+class Conditioned(models.Module):
+    """Sets a tensor with a graph on a layer: torch's error didn't say what was wrong."""
+
+    class Layer(nn.Linear):
+        scale: Tensor | float = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(self.Layer(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.condition = nn.Parameter(torch.ones(WIDTH))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.backbone[0].scale = self.condition.exp()
+        return nn.functional.mse_loss(self.backbone(x), y)
+
+
 class Substituted(models.Module):
     """Calls the backbone with other parameters: stages ran it with their own, silently."""
 
@@ -307,6 +325,7 @@ def run(kind: type[models.Module]) -> None:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
+        (Conditioned, "sets on a layer: hand it to the backbone with its input"),
         (Substituted, "functional_call gives the backbone other parameters"),
         (SubstitutedInAll, "functional_call gives the backbone other parameters"),
         (ChangedInput, "input was changed in place"),

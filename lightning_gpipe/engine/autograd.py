@@ -24,6 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge
 
+from lightning_gpipe.model.notes import add_note
+
 _sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
 _run_backward: Callable[..., object] = getattr(torch.autograd.graph, "_engine_run_backward")  # noqa: B009
 RunBackward: TypeAlias = Callable[[], list[Tensor | None]]
@@ -42,15 +44,26 @@ def run_backward(
         gradients: Theirs.
         retain: Whether the graph is kept.
     """
-    _run_backward(
-        tuple(roots),
-        tuple(gradients),
-        retain,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    try:
+        _run_backward(
+            tuple(roots),
+            tuple(gradients),
+            retain,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            add_note(error, _IN_COMMON)
+        raise
+
+
+_IN_COMMON = (
+    "Several micro-batches go back through one graph, as that of a tensor that a step computes and"
+    " sets on a layer: hand it to the backbone with its input, or compute it in the layer."
+)
 
 
 class CallNode(torch.autograd.Function):
