@@ -40,6 +40,21 @@ class HookedFirst(Hooked):
         self.backbone[0].register_forward_hook(self.keep)
 
 
+class HookedInDict(models.Module):
+    """The hook keeps it in a dict, which has nothing on other stages."""
+
+    def build(self) -> None:
+        super().build()
+        self.found: dict[str, Tensor] = {}
+        self.backbone[0].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.found["first"] = output.detach()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + self.found["first"].square().mean()
+
+
 class Adding(HookedFirst):
     """The hook adds to what was there."""
 
@@ -235,6 +250,7 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
     ("kind", "stages", "problem"),
     [
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
+        (HookedInDict, 2, "KeyError: 'first'.*A forward hook runs on the stage that has its layer"),
         (Balanced, 2, "AttributeError: .*Layers leave 'balance' on the stage where they run"),
         (BalancedLater, 2, "TypeError: .*Layers leave 'balance' on the stage where they run"),
         (ReadsGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),

@@ -30,13 +30,26 @@ def explained(module: nn.Module) -> Iterator[None]:
                 " step use that.",
             )
         raise
+    except LookupError as error:
+        if any(part._forward_hooks for part in module.modules() if _is_elsewhere(part)):
+            add_note(
+                error,
+                "A forward hook runs on the stage that has its layer, so what it keeps is missing"
+                " on others. Return it with the backbone's output, shape [batch, ...], and let the"
+                " step use that.",
+            )
+        raise
+
+
+def _is_elsewhere(part: nn.Module) -> bool:
+    return any(map(is_elsewhere, part.parameters()))
 
 
 def _missing(module: nn.Module, message: str) -> str | None:
     """An attribute in which modules of this stage alone keep a tensor, if an error may be of it."""
     kept, apart = dict[tuple[type, str], None](), list[nn.Module]()
     for part in module.modules():
-        if any(map(is_elsewhere, part.parameters())):
+        if _is_elsewhere(part):
             apart.append(part)
         else:
             names = (name for name, value in vars(part).items() if isinstance(value, Tensor))
