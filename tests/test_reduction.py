@@ -31,6 +31,7 @@ class Losses(L.LightningModule):
         super().__init__()
         self.reduce = reduce
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+        self.norm = nn.BatchNorm1d(CLASSES) if reduce is normed else nn.Identity()
         self.square = nn.Parameter(torch.ones(CLASSES, SAMPLES // 4))
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Any:
@@ -59,6 +60,10 @@ def told(reduce: Any, is_padded: bool = False, step: Any = "micro-batch", **opti
     texts = [str(each.message) for each in found if "The loss" in str(each.message)]
     assert len(texts) <= 1
     return "".join(texts)
+
+
+def normed(module: L.LightningModule, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(module.norm(x), y)
 
 
 def each(x: Tensor, y: Tensor) -> Tensor:
@@ -96,6 +101,7 @@ SUMS: dict[str, Any] = {
 }
 MEANS: dict[str, Any] = {
     "by default": lambda _, x, y: F.cross_entropy(x, y),
+    "behind a batch norm": normed,
     "of sums": lambda _, x, y: x.square().sum(1).mean(),
     "by the number": lambda _, x, y: each(x, y).sum() / len(x),
     "by a factor": lambda _, x, y: x.square().sum() * (1 / x.numel()),

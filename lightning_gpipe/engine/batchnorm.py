@@ -107,6 +107,11 @@ class DeferredBatchNorm:
         """The hook that a copy of a module gets, such as an average: it does nothing."""
         return DeferredBatchNorm([], deferred=False)
 
+    @property
+    def trains(self) -> bool:
+        """Whether a layer normalises by what it sees: samples then depend on each other."""
+        return any(layer.training for layer in self._layers)
+
     def remove(self) -> None:
         """Take the hooks off the modules."""
         for hook in self._hooks:

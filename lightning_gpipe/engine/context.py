@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -90,13 +89,11 @@ class ForwardContext:
             between calls.
         run_layer: How layers are run.
         rounding: How they round; None: they don't run again.
-        variables: The context variables that they read.
     """
 
     key: tuple[int, ...]
     run_layer: RunLayer
     rounding: Rounding | None
-    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     @classmethod
     def current(

@@ -237,7 +237,7 @@ class PerMicroBatch:
         if running.before_last is None or not running.has_called:
             return
         if self._groups.is_last:
-            may_repeat = hooks.count() == hooked
+            may_repeat = hooks.count() == hooked and not self._batch_norm.trains
             self._reductions.look(m, running.sizes[m], outcome, may_repeat)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))

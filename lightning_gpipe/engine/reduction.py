@@ -60,7 +60,8 @@ class Reductions:
             m: The micro-batch.
             samples: How many it has.
             outcome: What the step returned for it.
-            may_repeat: Whether a backward may run more than once.
+            may_repeat: Whether a backward may run more than once, and samples don't depend on each
+                other by design.
         """
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:

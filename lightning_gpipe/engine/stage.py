@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,20 @@ from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.tensors.tree import Tree
 
 
+class _Met(NamedTuple):
+    """What a forward has met.
+
+    Args:
+        attributes: What layers keep in attributes.
+        hooks: Those around their forwards.
+        variables: The context variables.
+    """
+
+    attributes: States
+    hooks: Hooks
+    variables: Context
+
+
 @dataclass(slots=True)
 class StageCall:
     """One call of the backbone on a stage.
@@ -40,9 +55,8 @@ class StageCall:
         seeding: Before which layers Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
         statistics: What batch norm sees in the backwards.
-        attributes: What layers keep in attributes, as each micro-batch's forward has met it.
-        hooks: The hooks that it has met.
-        sums: Of its output, where the recompute's are compared.
+        met: What each micro-batch's forward has met, beside weights and buffers.
+        sums: Those of its output, where the recompute's are compared.
         micro_batches: Those that were forwarded, until nothing is needed of them any more.
         parameter_versions: Counters that move when a parameter is changed in place, as the forward
             left them.
@@ -58,8 +72,7 @@ class StageCall:
     seeding: Seeding
     buffers: CallBuffers | None
     statistics: Seen
-    attributes: dict[int, States] = field(default_factory=dict)
-    hooks: dict[int, Hooks] = field(default_factory=dict)
+    met: dict[int, _Met] = field(default_factory=dict)
     sums: dict[int, list[Tensor]] | None = None
     micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
     parameter_versions: list[int] = field(default_factory=list)
@@ -177,7 +190,7 @@ class Stage:
         record = MicroBatch(requires_grad, is_own, is_lent)
         call.micro_batches[m] = record
         if drops:
-            call.attributes[m], call.hooks[m] = self._attributes.met(), self._hooks.met()
+            call.met[m] = _Met(self._attributes.met(), self._hooks.met(), copy_context())
         with (
             self._writes.noted(call.written) if drops else nullcontext(),
             saved_tensors_hooks(_drop, _dropped) if drops else nullcontext(),
@@ -208,21 +221,21 @@ class Stage:
         record = call.micro_batches[m]
         if record.stored is None:
             return
-        met = call.attributes[m] if keep_input else call.attributes.pop(m)
+        met = call.met[m] if keep_input else call.met.pop(m)
         with (
             self._writes.refused(call.written),
             torch.enable_grad(),
             call.context.restored(),
             self._in_modes(call.modes),
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
-            self._attributes.restored(met),
-            self._hooks.restored(call.hooks[m]),
+            self._attributes.restored(met.attributes),
+            self._hooks.restored(met.hooks),
             self._watched(),
             self._batch_norm.micro_batch(recompute=True),
         ):
             given = record.enter_again(keep_input)
             run = partial(self._run, m, given, call, is_once=False)
-            outputs = call.context.variables.copy().run(run)
+            outputs = met.variables.copy().run(run)
             if call.sums is not None:
                 self._reproduced.compare(call.sums.get(m, []), outputs)
             record.end_recompute(outputs)
