@@ -65,6 +65,27 @@ def unhooked(layer: Layer) -> Iterator[None]:
 
 
 @contextmanager
+def cleared(layer: Layer) -> Iterator[None]:
+    """A hook that goes without its handle."""
+    layer.register_forward_hook(lambda *given: given[-1] * 1.5)
+    yield
+    layer._forward_hooks.clear()
+
+
+@contextmanager
+def once(layer: Layer) -> Iterator[None]:
+    """A hook that takes itself off, and its handle too, and has changed nothing then."""
+
+    def see(*_: Any) -> None:
+        layer.handle.remove()
+        del layer.handle
+
+    layer.handle = layer.register_forward_hook(see)
+    yield
+    layer.handle = None
+
+
+@contextmanager
 def put(layer: Layer, name: str, value: Any) -> Iterator[None]:
     before = layer.__dict__.get(name)
     layer.__dict__[name] = value
@@ -100,6 +121,8 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
     "a hook": hooked,
     "a hook inside": hooked_inside,
     "no hook yet": unhooked,
+    "a cleared hook": cleared,
+    "a hook that is called once": once,
     "a function": lambda layer: put(layer, "act", torch.tanh),
     "a forward": forward_of_another,
     "a type": lambda layer: put(layer, "kind", torch.float32),
@@ -156,6 +179,41 @@ def test_a_recompute_finds_what_its_forward_found(change: str, step: str) -> Non
         for found, told in run_ranks(trained, stages, change, stages, step):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
             assert told == []
+
+
+class Closure(nn.Linear):
+    """Sets a function that holds what it has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        held = Held(hidden.detach())
+        self.last = lambda: held
+        return hidden
+
+
+class Held:
+    """A tensor, until nobody holds it."""
+
+    alive = most = 0
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        Held.alive += 1
+        Held.most = max(Held.most, Held.alive)
+
+    def __del__(self) -> None:
+        Held.alive -= 1
+
+
+class Closures(models.Module):
+    def build(self) -> None:
+        self.backbone = nn.Sequential(Closure(WIDTH, WIDTH), nn.Tanh(), Closure(WIDTH, WIDTH))
+
+
+def test_functions_hold_nothing_for_a_recompute() -> None:
+    strategy = GPipeStrategy(12, checkpoint="always")
+    train(Closures("sgd"), max_steps=2, devices=1, strategy=strategy)
+    assert 2 <= Held.most <= 8
 
 
 @pytest.mark.parametrize("change", UNKNOWN)

@@ -327,9 +327,12 @@ def test_a_mean_over_different_numbers_is_told(name: str) -> None:
 
 BY_WEIGHTS: dict[str, Any] = {
     "sums": lambda x, y, w: (each(x, y) * w).sum() / w.sum(),
+    "a selection": lambda x, y, _: each(x, y)[y > 2].mean(),
+}
+DIVIDED: dict[str, Any] = {
     "means": lambda x, y, w: (each(x, y) * w).mean() / w.mean(),
     "a variance": lambda x, y, _: x.square().mean() / x.detach().var(),
-    "a selection": lambda x, y, _: each(x, y)[y > 2].mean(),
+    "itself": lambda x, y, _: (loss := each(x, y).mean()) / loss.detach(),
 }
 NORMALISED: dict[str, Any] = {
     "by the sum": lambda x, y, w: (each(x, y) * (w / w.sum() * len(w))).mean(),
@@ -349,6 +352,12 @@ def weights_of(x: Tensor) -> Tensor:
 def test_a_mean_by_weights_is_told(name: str) -> None:
     text = told(lambda _, x, y: BY_WEIGHTS[name](x, y, weights_of(x)))
     assert "or over different weights" in text
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_quotient_of_micro_batches_is_told(name: str) -> None:
+    text = told(lambda _, x, y: DIVIDED[name](x, y, weights_of(x)))
+    assert "divided by another number in each micro-batch" in text
 
 
 @pytest.mark.parametrize("name", NORMALISED)

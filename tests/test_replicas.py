@@ -380,3 +380,27 @@ def test_unequal_numbers_of_micro_batches() -> None:
     expected = run_ranks(uneven, 2, 0, state)[0]
     whole = run_ranks(uneven, 4, 2, state)[0]
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
+
+
+class Contrasting(models.Module):
+    """Compares samples with those of all replicas."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.backbone(x)
+        others = self.all_gather(out, sync_grads=True).flatten(0, 1)
+        return (out @ others.T).square().mean() + nn.functional.mse_loss(out, y)
+
+
+def contrasted(stages: int, step: Any = "mini-batch") -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    strategy: Any = DDPStrategy()
+    if stages:
+        strategy = GPipeStrategy(2, stages=stages, step=step)
+    return train(Contrasting("sgd"), devices=dist.get_world_size(), strategy=strategy, max_steps=3)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_gathered_features_have_gradients(stages: int) -> None:
+    expected = run_ranks(contrasted, 2, 0)[0]
+    for found in run_ranks(contrasted, 2 * stages, stages):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -29,15 +29,16 @@ from lightning_gpipe.model.places import (
     NOTHING,
     Entries,
     Place,
-    attributes_of,
     has_values,
     own_copy,
 )
 
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), Number, Enum, np.generic, slice, range),
-    *(torch.dtype, torch.device, type, partial, FunctionType, BuiltinFunctionType, MethodType),
+    *(torch.dtype, torch.device, type, BuiltinFunctionType),
 )
+#: They may hold tensors.
+_FUNCTIONS = (partial, FunctionType, MethodType)
 
 
 class _State(NamedTuple):
@@ -47,11 +48,13 @@ class _State(NamedTuple):
         values: What can be put back, by name, with tensors in memory of their own.
         names: Of all that stood there; None: nothing is put back.
         is_fixed: Whether no value can change by itself.
+        functions: Names of functions, which may hold tensors.
     """
 
     values: Entries
     names: frozenset[Any] | None
     is_fixed: bool
+    functions: tuple[Any, ...] = ()
 
     def is_now(self, entries: Entries) -> bool:
         """Whether the same stands there still."""
@@ -92,12 +95,22 @@ class LayerAttributes:
         self._last = [_state_of(place, last, copies) for place, last in pairs]
         return self._last
 
+    def kept(self, met: States) -> States:
+        """The same without functions that a forward has replaced: they may hold what it computed.
+
+        Args:
+            met: What :meth:`met` gave before it.
+        """
+        if not any(state.functions for state in met):
+            return met
+        return [_kept(place, state) for place, state in zip(self._places, met, strict=True)]
+
     @contextmanager
     def restored(self, met: States) -> Iterator[None]:
         """Let layers have what a forward has met, inside this context.
 
         Args:
-            met: What :meth:`met` gave before it; it stays as it is.
+            met: What :meth:`kept` gave behind it; it stays as it is.
         """
         before = []
         copies: dict[int, Any] = {}
@@ -129,7 +142,26 @@ def _state_of(place: Place, last: _State, copies: dict[int, Any]) -> _State:
     if is_container and len(values) < len(entries):
         return _LEFT
     is_fixed = not any(issubclass(type(v), (Tensor, np.ndarray)) for v in values.values())
-    return _State(_own(values, copies), frozenset(entries), is_fixed)
+    is_class = isinstance(place.value, type)  # whose methods stay
+    functions = () if is_class else tuple(n for n, v in values.items() if _may_hold(v))
+    return _State(_own(values, copies), frozenset(entries), is_fixed, functions)
+
+
+def _may_hold(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, FunctionType):
+        return value.__closure__ is not None
+    return issubclass(kind, (partial, MethodType))
+
+
+def _kept(place: Place, state: _State) -> _State:
+    if not state.functions:
+        return state
+    now = place.entries()
+    gone = {name for name in state.functions if now.get(name) is not state.values[name]}
+    if not gone:
+        return state
+    return state._replace(values={n: v for n, v in state.values.items() if n not in gone})
 
 
 def _can_be_put_back(place: Place) -> bool:
@@ -152,14 +184,14 @@ def _is_state(value: Any) -> bool:
     if issubclass(kind, (tuple, frozenset)):
         return len(value) <= FEW and all(_is_plain(type(one)) for one in value)
     if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return all(_is_plain(type(one)) for one in (attributes_of(value) or {}).values())
+        return all(_is_plain(type(getattr(value, each.name))) for each in fields(kind))
     return issubclass(kind, (Tensor, np.ndarray)) and has_values(value)
 
 
 def _is_plain(kind: Any) -> bool:
     found = _known.get(kind)
     if found is None:  # an abstract class takes long to tell
-        found = _known[kind] = issubclass(kind, _PLAIN)
+        found = _known[kind] = issubclass(kind, (*_PLAIN, *_FUNCTIONS))
     return found
 
 

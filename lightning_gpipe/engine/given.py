@@ -17,7 +17,7 @@ def class_weights(node: Any) -> Tensor | None:
         return found
     if node.name().startswith("BinaryCrossEntropyWithLogits"):
         found = node._saved_pos_weight
-        return found if found is not None and len(found.squeeze().shape) <= 1 else None
+        return found if found is not None and found.ndim <= 1 else None
     return None
 
 
@@ -38,7 +38,7 @@ def is_normalised(node: Any, samples: int) -> bool:
         if isinstance(given, Tensor) and _is_per_sample(given, samples):
             total, size = float(given.sum(dtype=torch.float64)), float(given.abs().max())
             means = [abs(total), abs(total - samples), abs(total - 1)]
-            if min(means) <= _ROUNDING * samples * size and not _are_whole(given):
+            if min(means) <= _ROUNDING * samples * size and not _are_few(given):
                 return True
     return False
 
@@ -48,7 +48,7 @@ def _is_per_sample(given: Tensor, samples: int) -> bool:
     return is_flat and given.is_floating_point() and not given.requires_grad
 
 
-def _are_whole(given: Tensor) -> bool:
-    """Whether numbers weren't computed: whole ones, or all the same."""
+def _are_few(given: Tensor) -> bool:
+    """Whether there are two numbers at most, as for two classes, or whole ones."""
     given = given.detach()
-    return bool((given == given.round()).all()) or bool((given == given.flatten()[0]).all())
+    return len(given.unique()) <= 2 or bool((given == given.round()).all())

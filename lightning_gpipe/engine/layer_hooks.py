@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import nn
-
-from lightning_gpipe.tensors import hooks
+from torch.utils.hooks import RemovableHandle
 
 _KINDS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -30,23 +29,38 @@ class LayerHooks:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._count: Any = None
+        self._count = -1  # of all hooks that there have been
         self._last: Hooks = {}
 
     def met(self) -> Hooks:
         """Those that there are now: the same object if they are the same as before."""
-        count = hooks.all_changes()
-        if count != self._count:
+        count, last = RemovableHandle.next_id, self._last.items()
+        is_same = all(getattr(self._modules[n], kind) == had for (n, kind), had in last)
+        if count != self._count or not is_same:
             self._count, found = count, self._found()
             if found != self._last:
                 self._last = found
         return self._last
 
+    def kept(self, met: Hooks) -> Hooks:
+        """Those of before a forward that it has left: others come and go in the recompute, too.
+
+        Args:
+            met: What :meth:`met` gave before it.
+        """
+        now = self.met()
+        if now is met:
+            return met
+        return {
+            place: {i: hook for i, hook in entries.items() if i in now.get(place, {})}
+            for place, entries in met.items()
+        }
+
     def restored(self, met: Hooks) -> AbstractContextManager[None]:
         """Let modules have those of a forward, inside this context.
 
         Args:
-            met: What :meth:`met` gave before it.
+            met: What :meth:`kept` gave behind it.
         """
         now = self.met()
         return nullcontext() if now is met else self._put(now, met)

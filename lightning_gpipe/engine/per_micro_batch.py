@@ -100,6 +100,7 @@ class PerMicroBatch:
         self._plans = StepPlans(rank, schedule, modules)
         self._running: Running | None = None
         self._counts: Counter[str] = Counter()  # of mini-batches
+        self._hooked = 0  # hooks when the backbone's call was through
         self.trace = StepTrace(groups.stage, groups.device, holders, self._seeds)
 
     @property
@@ -221,7 +222,6 @@ class PerMicroBatch:
         if m in running.outcomes:
             return
         running.m, running.has_called, watch = m, False, self._rank.executor.watch
-        hooked = hooks.count()
         self.trace.begin(m)
         watch.begin_outside()
         with self._batch_norm.micro_batch(recompute=False), self.trace:
@@ -237,7 +237,7 @@ class PerMicroBatch:
         if running.before_last is None or not running.has_called:
             return
         if self._groups.is_last:
-            may_repeat = hooks.count() == hooked and not self._batch_norm.trains
+            may_repeat = hooks.count() == self._hooked and not self._batch_norm.trains
             self._reductions.look(m, running.sizes[m], outcome, may_repeat)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))
@@ -260,6 +260,7 @@ class PerMicroBatch:
         watch.begin_outside()
         self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
         self._seeds.behind_backbone(running.m)
+        self._hooked = hooks.count()
         return output
 
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:

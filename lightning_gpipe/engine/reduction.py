@@ -50,6 +50,7 @@ class Reductions:
     _normalised: int = 0  # losses that use numbers with a mean of 0 or 1 in their micro-batch
     _is_coupled: bool = False  # whether it couples samples, whatever the operation
     _counts: dict[int, list[float]] = field(default_factory=dict)
+    _divisors: dict[int, list[float]] = field(default_factory=dict)  # of what is no sum
     _weights: dict[int, list[Tensor]] = field(default_factory=dict)  # of classes
     _shares: dict[int, list[float]] = field(default_factory=dict)  # divisors of sums, per element
 
@@ -66,13 +67,14 @@ class Reductions:
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
             return
-        counts, shares = list[float](), list[float]()
+        counts, shares, divisors = list[float](), list[float](), list[float]()
         of_output = _made_of(self.root, loss.grad_fn)
-        for node, of_samples in _reductions(loss.grad_fn, samples, counts.append, shares.append):
+        notes = counts.append, shares.append, divisors.append
+        for node, of_samples in _reductions(loss.grad_fn, samples, *notes):
             if of_samples and node in of_output:
                 self._has_sum = True
         self._counts[m] = counts
-        self._shares[m] = shares
+        self._shares[m], self._divisors[m] = shares, divisors
         self._weights[m] = [w for node in of_output if (w := class_weights(node)) is not None]
         if any(is_normalised(node, samples) for node in of_output):
             self._normalised += 1
@@ -89,6 +91,7 @@ class Reductions:
         counts = [self._counts[m] for m in range(len(running.sizes))]
         self._counts.clear()
         weights = [self._weights[m] for m in range(len(running.sizes))]
+        divisors = [self._divisors[m] for m in range(len(running.sizes))]
         self._weights.clear()
         if len(counts) == 1:
             return
@@ -116,6 +119,14 @@ class Reductions:
                 " to be computed from its samples. With step='micro-batch' no micro-batch sees the"
                 " mini-batch's. Compute them from the training data, or use"
                 " GPipeStrategy(step='mini-batch').",
+                stacklevel=2,
+            )
+        elif _differ(divisors, [1] * len(divisors)):
+            warnings.warn(
+                "The loss is divided by another number in each micro-batch, as by one that is"
+                " computed from its samples. With step='micro-batch' it becomes the mean of the"
+                f" {len(counts)} micro-batches' quotients, which isn't the mini-batch's quotient."
+                " Use GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
         elif self._normalised == len(counts):
@@ -221,6 +232,7 @@ def _reductions(
     samples: int,
     count: Callable[[float], None],
     share: Callable[[float], None],
+    divide: Callable[[float], None],
 ) -> Sequence[tuple[Any, bool]]:
     """The nodes that make scalars of a loss's elements, and whether they sum samples up.
 
@@ -229,6 +241,7 @@ def _reductions(
         samples: How many there are.
         count: Takes the number that a mean or a quotient divides by.
         share: Takes the number that a sum over samples is divided by, for each element of a sample.
+        divide: Takes the number that anything else is divided by.
     """
     found, left, seen = [], [node], {node}
     while left:
@@ -245,8 +258,12 @@ def _reductions(
             found.append((node, sums_samples(node, samples)))
         elif name.startswith("Div"):
             divisor, divided = _factor(node), node.next_functions[0][0]
-            if math.isfinite(divisor):
+            is_sum = divided is not None and divided.name().startswith("SumBackward")
+            by_weights = is_sum and sums_samples(divided, samples) and math.isfinite(divisor)
+            if by_weights or divisor.is_integer():
                 count(divisor)
+            elif math.isfinite(divisor):
+                divide(divisor)
             for number in _divided(divided, samples):
                 share(divisor / number)
         elif name.startswith(_THROUGH) and not _is_share(name, node, samples):

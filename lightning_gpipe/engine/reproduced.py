@@ -48,7 +48,7 @@ class Reproduced:
             output: The recompute's.
         """
         tensors = _floats(output)
-        pairs = zip(noted, sums(output), tensors, strict=False)
+        pairs = zip(noted, sums(output), tensors, strict=True)
         if self._is_told or all(_are_close(*pair) for pair in pairs):
             return
         self._is_told = True

@@ -30,7 +30,7 @@ from lightning_gpipe.tensors.tree import Tree
 
 
 class _Met(NamedTuple):
-    """What a forward has met.
+    """What a forward has met and left.
 
     Args:
         attributes: What layers keep in attributes.
@@ -205,8 +205,12 @@ class Stage:
             call.overwritten |= _moved(counts, given)
             if before and _marks(given) != before:
                 raise RuntimeError(_CHANGED_IN_COMMON)
-        if drops and call.sums is not None:
-            call.sums[m] = sums(outputs)
+        if drops:
+            attributes, around, variables = call.met[m]
+            kept = self._attributes.kept(attributes), self._hooks.kept(around)
+            call.met[m] = _Met(*kept, variables)
+            if call.sums is not None:
+                call.sums[m] = sums(outputs)
         record.end_forward(inputs, outputs, keep_graph)
         return outputs.detached()
 
@@ -237,7 +241,7 @@ class Stage:
             run = partial(self._run, m, given, call, is_once=False)
             outputs = met.variables.copy().run(run)
             if call.sums is not None:
-                self._reproduced.compare(call.sums.get(m, []), outputs)
+                self._reproduced.compare(call.sums[m], outputs)
             record.end_recompute(outputs)
 
     def backward(

@@ -1,13 +1,15 @@
-"""PyTorch's Transformer encoder over layers that are the backbone.
+"""PyTorch's Transformer encoder with a padding mask.
 
-In evaluation it makes a nested tensor of what its padding mask leaves. That can't be split into
-micro-batches, nor sent. So here its layers get the mask, and what stands where the mask pads is set
-to zero afterwards, as a nested tensor becomes dense again.
+In evaluation it makes a nested tensor of what its mask leaves. That can't be split into
+micro-batches, nor sent, and isn't made where a function mode follows the step. So here its layers
+get the mask, and what stands where the mask pads is set to zero afterwards, as a nested tensor
+becomes dense again.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,17 +18,25 @@ from torch import Tensor, nn
 _DEVICES = {"cpu", "cuda", "xpu", torch.utils.backend_registration._privateuse1_backend_name}
 
 
-def encoder_of(module: nn.Module, backbone: nn.Module) -> nn.TransformerEncoder | None:
-    """The Transformer encoder whose layers are the backbone, with PyTorch's forward; else None."""
+def encoders_of(
+    module: nn.Module, backbone: nn.Module, is_followed: bool
+) -> Iterator[nn.TransformerEncoder]:
+    """The Transformer encoders with PyTorch's forward that can't make nested tensors.
+
+    Args:
+        module: The user's module.
+        backbone: What is cut into stages.
+        is_followed: Whether a function mode follows what is outside of it.
+    """
+    inside = set(backbone.modules())
     for part in module.modules():
         if (
             isinstance(part, nn.TransformerEncoder)
-            and part.layers is backbone
+            and (part.layers is backbone or (is_followed and part not in inside))
             and type(part).forward is nn.TransformerEncoder.forward
             and "forward" not in part.__dict__
         ):
-            return part
-    return None
+            yield part
 
 
 def encode(
@@ -48,13 +58,13 @@ def encode(
     Returns:
         [N, S, E].
     """
+    dense = copy.copy(encoder)  # the module stays as it is: it may be cut during the call
+    dense.use_nested_tensor = False
     given = src, mask, src_key_padding_mask, is_causal
     if src_key_padding_mask is None or mask is not None or not _may_nest(encoder, src):
-        return nn.TransformerEncoder.forward(encoder, *given)
-    layers = copy.copy(encoder)  # the module stays as it is: it may be cut during the call
-    layers._modules = {**encoder._modules, "norm": None}
-    layers.use_nested_tensor = False
-    encoded = nn.TransformerEncoder.forward(layers, *given)
+        return nn.TransformerEncoder.forward(dense, *given)
+    dense._modules = {**encoder._modules, "norm": None}
+    encoded = nn.TransformerEncoder.forward(dense, *given)
     pads = src_key_padding_mask
     pads = pads if pads.dtype is torch.bool else pads != 0
     is_kept = pads.logical_not()  # only a batch that is padded at the end becomes nested
@@ -66,6 +76,7 @@ def encode(
 def _may_nest(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
     """Whether PyTorch's forward makes a nested tensor of a padded batch."""
     first: Any = encoder.layers[0]
+    tensors = [src, *first.parameters()]
     return (
         encoder.use_nested_tensor
         and torch.backends.mha.get_fastpath_enabled()
@@ -74,5 +85,5 @@ def _may_nest(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
         and not src.is_nested
         and src.device.type in _DEVICES
         and not torch.is_autocast_enabled()
-        and not (torch.is_grad_enabled() and any(p.requires_grad for p in first.parameters()))
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )

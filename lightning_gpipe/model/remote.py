@@ -259,10 +259,16 @@ def on_meta(leaf: Any) -> Any:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
-_MASK = (
-    " Where a mask leaves samples out, keep their number: give cross_entropy targets of -100 there,"
-    " or multiply by the mask, and return {'loss': loss, 'weight': mask.sum()}."
-)
+#: What to do instead of reading a value, by what reads it.
+_ADVICE = {
+    "__getitem__": (
+        " Where a mask leaves samples out, keep their number: give cross_entropy targets of -100"
+        " there, or multiply by the mask, and return {'loss': loss, 'weight': mask.sum()}."
+    ),
+    "_nested_tensor_from_mask_left_aligned": (
+        " Build nn.TransformerEncoder with enable_nested_tensor=False."
+    ),
+}
 
 
 def refusal(what: str, tensor: Tensor) -> str:
@@ -273,5 +279,5 @@ def refusal(what: str, tensor: Tensor) -> str:
         f"'{what}' reads a value of the step that stage {stages[0] if stages else '?'} has: with"
         " step='micro-batch' every stage has the values of its own part of the step alone. Do it"
         " after the step, in on_train_batch_end or another hook, where they are told, or use"
-        f" GPipeStrategy(step='mini-batch').{_MASK if what == '__getitem__' else ''}"
+        f" GPipeStrategy(step='mini-batch').{_ADVICE.get(what, '')}"
     )

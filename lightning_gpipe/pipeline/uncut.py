@@ -25,7 +25,7 @@ from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
-from lightning_gpipe.model.encoders import encode, encoder_of
+from lightning_gpipe.model.encoders import encode, encoders_of
 from lightning_gpipe.model.loop import is_loop
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import layers_of, outside_to
@@ -101,7 +101,7 @@ class Uncut:
         layers = tuple(layers_of(body))
         check_layers(len(layers), around.groups.stages, around.settings, backbone)
         redirections.take_over(body)
-        if (encoder := encoder_of(module, body)) is not None:
+        for encoder in encoders_of(module, body, around.settings.step == "micro-batch"):
             redirections.add(encoder, partial(encode, encoder))
         groups = around.groups
         seed, siblings = groups.decide("seed", torch.initial_seed), groups.siblings

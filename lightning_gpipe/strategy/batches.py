@@ -88,8 +88,9 @@ def constant_tensor(before: Sequence[Tensor], now: Sequence[Tensor], samples: in
     pairs = list(zip(before, now, strict=False))
     if len(before) != len(now) or all(_are_equal(a, b) for a, b in pairs):
         return None
-    same = (b for a, b in pairs if b.ndim and len(b) == samples and _are_equal(a, b))
-    return next((t for t in same if not bool((t == t[:1]).all())), None)
+    flat = [(a, b) for a, b in pairs if b.shape == (samples,) and b.is_floating_point()]
+    same = (b for a, b in flat if _are_equal(a, b))  # labels and masks may well be
+    return next((t for t in same if not bool((t == t[0]).all())), None)
 
 
 def _are_equal(tensor: Tensor, other: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ def _reparametrize(
 ) -> AbstractContextManager[None]:
     body = pipeline.module.get_submodule(pipeline.backbone)
     may_run = pipeline.groups.stages == 1 and not torch.is_grad_enabled()
+    own = dict(chain(module.named_parameters(), module.named_buffers()))
+    others = [key for key, value in given.items() if own.get(key) is not value]
     names = [name for name, part in module.named_modules() if part is body and not may_run]
     for name in names:
         inside = f"{name}." if name else ""
-        if any(key.startswith(inside) for key in given):
+        if any(key.startswith(inside) for key in others):
             raise RuntimeError(
                 "torch.func.functional_call gives the backbone other parameters, and stages run it"
                 " with their own. Call a copy that isn't the backbone"

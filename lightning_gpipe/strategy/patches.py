@@ -230,10 +230,10 @@ RETAIN_GRAD = Target(
     "retain_grad",
     "nor where a tensor keeps its gradient: it would be added twice",
 )
-REMOVE_HOOK = Target(
-    "torch.utils.hooks.RemovableHandle",
-    "remove",
-    "a recompute runs the hooks of its forward, so it has to know when one is taken off",
+SAVED_TENSORS_HOOKS = Target(
+    "torch.autograd.graph.saved_tensors_hooks",
+    "__enter__",
+    "nor does a graph run twice whose saved tensors have hooks, as in a checkpoint",
 )
 REPARAMETRIZE = Target(
     "torch.nn.utils.stateless",
@@ -291,7 +291,7 @@ TARGETS = (
     AUTOGRAD_GRAD,
     REGISTER_HOOK,
     RETAIN_GRAD,
-    REMOVE_HOOK,
+    SAVED_TENSORS_HOOKS,
     REPARAMETRIZE,
     SIGTERM_BROADCAST,
     TRY_BATCH_SIZE,
@@ -308,5 +308,6 @@ def hooks_counted() -> Iterator[None]:
     with ExitStack() as undo:
         for method in REGISTER_HOOK, RETAIN_GRAD:
             undo.enter_context(method.replaced(hooks.counted(method.current())))
-        undo.enter_context(REMOVE_HOOK.replaced(hooks.noting_removal(REMOVE_HOOK.current())))
+        entry = SAVED_TENSORS_HOOKS
+        undo.enter_context(entry.replaced(hooks.counted_entry(entry.current())))
         yield

@@ -106,8 +106,10 @@ class StepMetrics:
             for name, metric in _members(measure).items():
                 value: Any = None
                 if where is None or trace.stage in where:
+                    own = _members(of_mini_batch)[name]
+                    own._to_sync = own.dist_sync_on_step  # as a metric's own forward does
                     with trace.suspended():
-                        value = _members(of_mini_batch)[name].compute()
+                        value = own.compute()
                 metric._forward_cache = _arrived(trace, metric, value, where)
             with trace.suspended():
                 if of_mini_batch is not None:

@@ -367,4 +367,29 @@ def all_gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
     Returns:
         ``[processes, …]``, or the tensor itself if nobody else has a part of it.
     """
-    return tensor if group is None else _lightning.all_gather(tensor, group, sync_grads)
+    if group is None:
+        return tensor
+    if sync_grads:
+        gathered: Tensor = _Gathered.apply(tensor, group)
+        return gathered
+    return _lightning.all_gather(tensor, group)
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathers with gradients. PyTorch's own takes the numbers of a group's processes for ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None

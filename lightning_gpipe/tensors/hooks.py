@@ -1,7 +1,6 @@
-"""Counts hooks: those on tensors with a graph, and changes of any.
+"""Counts the hooks on tensors with a graph and on what graphs save, and gradients kept there.
 
-A backward that is split, or a second one, would run the former twice, or add gradients twice that
-tensors keep.
+A backward that is split, or a second one, would run them twice, and add gradients twice.
 """
 
 from __future__ import annotations
@@ -11,15 +10,30 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 Result = TypeVar("Result")
-_count = _removals = 0
+_count = 0
 
 
 def count() -> int:
     """How many there have been, while :func:`counted` stands in place of PyTorch's."""
     return _count
+
+
+def counted_entry(enter: Callable[[Any], None]) -> Callable[[Any], None]:
+    """What ``torch.autograd.graph.saved_tensors_hooks`` does when it begins, counted.
+
+    Args:
+        enter: PyTorch's.
+    """
+
+    @wraps(enter)
+    def counting(hooks: Any) -> None:
+        global _count
+        _count += 1
+        enter(hooks)
+
+    return counting
 
 
 def counted(register: Callable[..., Result]) -> Callable[..., Result]:
@@ -36,24 +50,3 @@ def counted(register: Callable[..., Result]) -> Callable[..., Result]:
         return register(tensor, *args, **kwargs)
 
     return counting
-
-
-def all_changes() -> tuple[int, int]:
-    """Changes when any hook comes or, while :func:`noting_removal` stands there, goes."""
-    return RemovableHandle.next_id, _removals
-
-
-def noting_removal(remove: Callable[[RemovableHandle], None]) -> Callable[[RemovableHandle], None]:
-    """``RemovableHandle.remove``, counted.
-
-    Args:
-        remove: PyTorch's.
-    """
-
-    @wraps(remove)
-    def removing(handle: RemovableHandle) -> None:
-        global _removals
-        _removals += 1
-        remove(handle)
-
-    return removing
