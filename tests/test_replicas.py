@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     powerSGD_hook,
 )
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import MeanMetric, MeanSquaredError, SumMetric
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
@@ -404,3 +404,34 @@ def test_gathered_features_have_gradients(stages: int) -> None:
     expected = run_ranks(contrasted, 2, 0)[0]
     for found in run_ranks(contrasted, 2 * stages, stages):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class Measuring(models.Module):
+    """Logs by step what a metric gives for a replica's own batch."""
+
+    def build(self) -> None:
+        super().build()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.backbone(x)
+        self.error(out, y)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return nn.functional.mse_loss(out, y)
+
+
+def measured(stages: int, step: Any) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    strategy: Any = GPipeStrategy(2, stages=stages, step=step) if stages else DDPStrategy()
+    run = trainer(devices=dist.get_world_size(), strategy=strategy, max_epochs=1)
+    run.fit(Measuring("sgd"))
+    return {name: value.double() for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_a_metric_of_a_step_is_the_replicas_own(step: str) -> None:
+    expected = run_ranks(measured, 2, 0, step)
+    assert expected[0]["error_step"] != expected[1]["error_step"]
+    for rank, found in enumerate(run_ranks(measured, 4, 2, step)):
+        torch.testing.assert_close(found, expected[rank // 2], rtol=1e-6, atol=1e-6)
