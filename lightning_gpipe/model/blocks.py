@@ -37,6 +37,11 @@ class Listening(nn.Module):
     as_tuple: bool | None = None
     _listener: _Listener | None = None
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether loops meet stand-ins."""
+        return self._listener is not None
+
     def attach(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
         """Let loops over the layers meet stand-ins.
 

@@ -138,6 +138,12 @@ class Redirections:
                 self.add(module, target)
 
 
+def is_redirected(module: nn.Module) -> bool:
+    """Whether calls of a module, or loops over it, go to something else."""
+    listens = isinstance(module, Listening) and module.is_attached
+    return listens or isinstance(module.__dict__.get("forward"), Redirect)
+
+
 def not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
     refuse_checkpointed()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gpipe.model.redirect import is_redirected
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import patches
 
@@ -37,6 +38,7 @@ def _reparametrize(
 ) -> AbstractContextManager[None]:
     body = pipeline.module.get_submodule(pipeline.backbone)
     may_run = pipeline.groups.stages == 1 and not torch.is_grad_enabled()
+    may_run = may_run or not is_redirected(body)  # as for a summary, without values
     own = dict(chain(module.named_parameters(), module.named_buffers()))
     others = [key for key, value in given.items() if own.get(key) is not value]
     names = [name for name, part in module.named_modules() if part is body and not may_run]
