@@ -184,7 +184,7 @@ def _is_state(value: Any) -> bool:
     if issubclass(kind, (tuple, frozenset)):
         return len(value) <= FEW and all(_is_plain(type(one)) for one in value)
     if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return all(_is_plain(type(getattr(value, each.name))) for each in fields(kind))
+        return all(_is_plain(type(getattr(value, each.name, None))) for each in fields(kind))
     return issubclass(kind, (Tensor, np.ndarray)) and has_values(value)
 
 

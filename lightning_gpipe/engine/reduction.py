@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,25 @@ _CURVED = {
 
 
 @dataclass(slots=True)
+class _Seen:
+    """What the graph of a micro-batch's loss shows.
+
+    Args:
+        counts: The numbers that means and quotients divide by.
+        divisors: Those that anything else is divided by.
+        shares: Those that sums over samples are divided by, for each element of a sample.
+        weights: Of classes.
+        is_normalised: Whether it uses numbers with a mean of 0 or 1.
+    """
+
+    counts: list[float] = field(default_factory=list)
+    divisors: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    is_normalised: bool = False
+
+
+@dataclass(slots=True)
 class Reductions:
     """Warns of a loss that is a sum, a mean over different numbers of elements, or no mean.
 
@@ -47,12 +66,8 @@ class Reductions:
     is_told: bool
     _has_sum: bool = False
     _curve: str = ""  # the operation that makes it no mean
-    _normalised: int = 0  # losses that use numbers with a mean of 0 or 1 in their micro-batch
     _is_coupled: bool = False  # whether it couples samples, whatever the operation
-    _counts: dict[int, list[float]] = field(default_factory=dict)
-    _divisors: dict[int, list[float]] = field(default_factory=dict)  # of what is no sum
-    _weights: dict[int, list[Tensor]] = field(default_factory=dict)  # of classes
-    _shares: dict[int, list[float]] = field(default_factory=dict)  # divisors of sums, per element
+    _seen: dict[int, _Seen] = field(default_factory=dict)  # by micro-batch
 
     def look(self, m: int, samples: int, outcome: Outcome, may_repeat: bool) -> None:
         """Look at a micro-batch's loss, before its backward.
@@ -67,17 +82,13 @@ class Reductions:
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
             return
-        counts, shares, divisors = list[float](), list[float](), list[float]()
+        self._seen[m] = seen = _Seen()
         of_output = _made_of(self.root, loss.grad_fn)
-        notes = counts.append, shares.append, divisors.append
-        for node, of_samples in _reductions(loss.grad_fn, samples, *notes):
+        for node, of_samples in _reductions(loss.grad_fn, samples, seen):
             if of_samples and node in of_output:
                 self._has_sum = True
-        self._counts[m] = counts
-        self._shares[m], self._divisors[m] = shares, divisors
-        self._weights[m] = [w for node in of_output if (w := class_weights(node)) is not None]
-        if any(is_normalised(node, samples) for node in of_output):
-            self._normalised += 1
+        seen.weights = [w for node in of_output if (w := class_weights(node)) is not None]
+        seen.is_normalised = any(is_normalised(node, samples) for node in of_output)
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output)
         if m == 0 and may_repeat and not self._curve:
@@ -85,21 +96,18 @@ class Reductions:
 
     def warn(self, running: Running) -> None:
         """Warn once, at the end of a mini-batch, where all losses were looked at."""
-        if self.is_told or len(self._counts) < len(running.sizes):
+        if self.is_told or len(self._seen) < len(running.sizes):
             return
         self.is_told = True
-        counts = [self._counts[m] for m in range(len(running.sizes))]
-        self._counts.clear()
-        weights = [self._weights[m] for m in range(len(running.sizes))]
-        divisors = [self._divisors[m] for m in range(len(running.sizes))]
-        self._weights.clear()
-        if len(counts) == 1:
+        seen = [self._seen[m] for m in range(len(running.sizes))]
+        self._seen.clear()
+        if len(seen) == 1:
             return
         is_weighted = running.weighting.is_given
-        if not is_weighted and (self._has_sum or self._are_shares(running.sizes)):
+        if not is_weighted and (self._has_sum or _are_shares(seen, running.sizes)):
             warnings.warn(
                 "The loss seems to be a sum over samples. With step='micro-batch' it becomes the"
-                f" mean of the {len(counts)} micro-batches' losses, which is 1/{len(counts)} of the"
+                f" mean of the {len(seen)} micro-batches' losses, which is 1/{len(seen)} of the"
                 " mini-batch's sum, and so do the gradients. Return a mean, or use"
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
@@ -108,12 +116,12 @@ class Reductions:
             by = f"'{self._curve}' computes it" if self._curve else "it is computed"
             warnings.warn(
                 f"The loss isn't a mean over samples: {by} of several samples together. With"
-                f" step='micro-batch' it becomes the mean of the {len(counts)} micro-batches'"
+                f" step='micro-batch' it becomes the mean of the {len(seen)} micro-batches'"
                 " losses, which isn't the mini-batch's, and neither are the gradients. Use"
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif not all(_are_same(weights[0], others) for others in weights):
+        elif not all(_are_same(seen[0].weights, each.weights) for each in seen):
             warnings.warn(
                 "The loss's weights of classes differ from micro-batch to micro-batch, so they seem"
                 " to be computed from its samples. With step='micro-batch' no micro-batch sees the"
@@ -121,15 +129,15 @@ class Reductions:
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif _differ(divisors, [1] * len(divisors)):
+        elif _differ([each.divisors for each in seen], [1] * len(seen)):
             warnings.warn(
                 "The loss is divided by another number in each micro-batch, as by one that is"
                 " computed from its samples. With step='micro-batch' it becomes the mean of the"
-                f" {len(counts)} micro-batches' quotients, which isn't the mini-batch's quotient."
+                f" {len(seen)} micro-batches' quotients, which isn't the mini-batch's quotient."
                 " Use GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif self._normalised == len(counts):
+        elif all(each.is_normalised for each in seen):
             warnings.warn(
                 "The loss uses numbers that have a mean of 0 or 1, or a sum of 1, in each"
                 " micro-batch, such as weights that were divided by their mean, or advantages less"
@@ -137,7 +145,7 @@ class Reductions:
                 " step, in on_after_batch_transfer, or use GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif not is_weighted and _differ(counts, running.sizes):
+        elif not is_weighted and _differ([each.counts for each in seen], running.sizes):
             warnings.warn(
                 "The loss is a mean over different numbers of elements in different micro-batches,"
                 " such as tokens that aren't padding, or over different weights, and each"
@@ -147,12 +155,11 @@ class Reductions:
                 stacklevel=2,
             )
 
-    def _are_shares(self, sizes: Sequence[int]) -> bool:
-        """Whether sums are divided by the number of samples of the mini-batch."""
-        return all(
-            sum(sizes) in self._shares[m] and size not in self._shares[m]
-            for m, size in enumerate(sizes)
-        )
+
+def _are_shares(seen: Sequence[_Seen], sizes: Sequence[int]) -> bool:
+    """Whether sums are divided by the number of samples of the mini-batch."""
+    pairs = zip(seen, sizes, strict=True)
+    return all(sum(sizes) in each.shares and size not in each.shares for each, size in pairs)
 
 
 def _made_of(leaf: Tensor, node: Any) -> set[Any]:
@@ -227,21 +234,13 @@ def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Ite
                     left.append(following)
 
 
-def _reductions(
-    node: Any,
-    samples: int,
-    count: Callable[[float], None],
-    share: Callable[[float], None],
-    divide: Callable[[float], None],
-) -> Sequence[tuple[Any, bool]]:
+def _reductions(node: Any, samples: int, noted: _Seen) -> Sequence[tuple[Any, bool]]:
     """The nodes that make scalars of a loss's elements, and whether they sum samples up.
 
     Args:
         node: The loss's.
         samples: How many there are.
-        count: Takes the number that a mean or a quotient divides by.
-        share: Takes the number that a sum over samples is divided by, for each element of a sample.
-        divide: Takes the number that anything else is divided by.
+        noted: Gets the numbers that they divide by.
     """
     found, left, seen = [], [node], {node}
     while left:
@@ -251,9 +250,9 @@ def _reductions(
             found.append((node, reduction == _SUM))
             total = getattr(node, "_saved_total_weight", None)
             if reduction != _SUM and total is not None:
-                count(float(total))
+                noted.counts.append(float(total))
         elif name.startswith("MeanBackward"):
-            count(math.prod(shape_of(node)))
+            noted.counts.append(math.prod(shape_of(node)))
         elif name.startswith(("SumBackward", "DotBackward")):
             found.append((node, sums_samples(node, samples)))
         elif name.startswith("Div"):
@@ -261,11 +260,11 @@ def _reductions(
             is_sum = divided is not None and divided.name().startswith("SumBackward")
             by_weights = is_sum and sums_samples(divided, samples) and math.isfinite(divisor)
             if by_weights or divisor.is_integer():
-                count(divisor)
+                noted.counts.append(divisor)
             elif math.isfinite(divisor):
-                divide(divisor)
+                noted.divisors.append(divisor)
             for number in _divided(divided, samples):
-                share(divisor / number)
+                noted.shares.append(divisor / number)
         elif name.startswith(_THROUGH) and not _is_share(name, node, samples):
             for following, _ in node.next_functions:
                 if following is not None and following not in seen and _is_scalar(following):
