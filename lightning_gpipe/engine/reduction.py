@@ -91,7 +91,7 @@ class Reductions:
         seen.is_normalised = any(is_normalised(node, samples) for node in of_output)
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output)
-        if m == 0 and may_repeat and not self._curve:
+        if may_repeat and not (self._curve or self._is_coupled):  # a random order may be the same
             self._is_coupled = couples_samples(loss, samples, of_output)
 
     def warn(self, running: Running) -> None:
