@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gpipe.comm.nearby import PointToPoint, Work
+from lightning_gpipe.comm.mail import PointToPoint, Work
 from lightning_gpipe.comm.signature import TensorType
 
 #: Message tags, as far as the backend knows tags.

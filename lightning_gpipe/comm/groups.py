@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_gpipe.comm.channel import Channel
+from lightning_gpipe.comm.mail import Mail
 from lightning_gpipe.comm.messages import Kind, ObjectChannel
-from lightning_gpipe.comm.nearby import Mail, Nearby
+from lightning_gpipe.comm.nearby import Nearby
 
 _T = TypeVar("_T")
 #: What crosses between stages.

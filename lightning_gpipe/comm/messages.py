@@ -7,6 +7,7 @@ alone to arrive: so it keeps no copies of them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm import packing
-from lightning_gpipe.comm.nearby import Transfer, Work
+from lightning_gpipe.comm.mail import Work
+from lightning_gpipe.comm.nearby import Transfer
 from lightning_gpipe.comm.peers import HOST, Peers
 from lightning_gpipe.tensors import strides
 
@@ -58,6 +60,9 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 _UNDER_WAY = 64  # messages
 _HELD = 1 << 20  # bytes; a larger tensor goes in pieces, and the source waits for them
 _AT_ONCE = 1 << 21  # bytes of pieces that are under way at a time, at least
+#: What lives no longer than a step, so that nobody looks at another process's memory for long.
+_SHORT_LIVED = ("batch", "output")
+_SHARED = 1 << 24  # bytes from which such tensors aren't copied by processes of one machine
 
 
 class RemoteError(RuntimeError):
@@ -194,7 +199,8 @@ class ObjectChannel(Peers):
             self._pending.popleft()[0].wait()
 
     def _broadcast_from_here(self, kind: Kind, value: Any) -> None:
-        blob, tensors = packing.pack(value, self.is_in_host("cpu"))
+        limit = _SHARED if kind in _SHORT_LIVED and self.has_one_memory else math.inf
+        blob, tensors = packing.pack(value, self.is_in_host("cpu"), limit)
         children = self._tree(self.index)[1]
         under_way: list[_Sent] = []
         for part in packing.frames(_KINDS.index(kind), blob):
@@ -203,7 +209,9 @@ class ObjectChannel(Peers):
             part = strides.to_bytes(tensor)
             if self.is_in_host(tensor.device.type):
                 part = part.to(HOST)
-                if part.nbytes <= _HELD:  # the caller may change it
+                if part.nbytes >= limit and tensor.is_cpu:
+                    self.show(part)
+                elif part.nbytes <= _HELD:  # the caller may change it
                     self._post_copy(children, part)
                 else:
                     for piece in part.split(_HELD):
@@ -275,10 +283,12 @@ class ObjectChannel(Peers):
         if missing:
             blob += receive(packing.host_buffer(missing), self.host).numpy().tobytes()
 
-        def fetch(length: int, device_type: str) -> Tensor:
-            wire, group = self.route(device_type)
+        def fetch(length: int, where: str) -> Tensor:
+            if where == packing.SHARED:
+                return self.look_at(source, length)
+            wire, group = self.route(where)
             data = receive(torch.empty(length, dtype=torch.uint8, device=wire), group)
-            return data if device_type == "cpu" else data.to(device)
+            return data if where == "cpu" else data.to(device)
 
         return packing.unpack(blob, fetch)
 

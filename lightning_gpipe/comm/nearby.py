@@ -13,83 +13,51 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import struct
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.comm.connection import Connection
 from lightning_gpipe.comm.forks import keep_from_children
 from lightning_gpipe.comm.meeting import meet
-from lightning_gpipe.comm.shared_memory import SharedMemory, read
+from lightning_gpipe.comm.shared_memory import SharedMemory, Views, read
 from lightning_gpipe.comm.waiting import waiting
 
 _HEAD = struct.Struct("<3q")  # key, bytes, and the place in the sender's memory, or:
 _FOLLOWS = -1  # the message itself follows
 _TAKEN = -2  # the message was taken whose place stands for its key
 _SMALL = 1 << 12  # bytes up to which a message goes through the socket
-_LOOK_S = 0.1  # how often a thread that sends what is left looks whether the run has ended
 _LONGEST_S = 3600.0  # that the system sleeps at a time
-#: Bytes from which on a process group is as good, and doesn't hold a message once more.
-LARGE = 1 << 21
-
-
-class Work(Protocol):
-    """A message under way."""
-
-    def wait(self) -> Any:
-        """Wait until it has arrived, or its memory may be changed."""
-
-
-class PointToPoint(Protocol):
-    """Messages between members of a group, as a process group has them."""
-
-    def send(self, tensors: list[Tensor], member: int, tag: int, /) -> Work | None:
-        """Send a tensor without waiting; None: there is nothing to wait for."""
-
-    def recv(self, tensors: list[Tensor], member: int, tag: int, /) -> Work | None:
-        """Receive a tensor without waiting; None: there is nothing to wait for."""
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A process that this one is connected to.
-
-    Args:
-        rank: Its global rank.
-        connection: Where it sends.
-        memory: Where its larger messages lie.
-        posted: What waits for its messages, by their keys.
-        early: The records of messages for which nothing waits yet, by their keys.
-        unsent: What isn't sent yet.
-        is_full: Whether the connection has no room, and a thread waits until it has.
-        is_gone: Whether it has closed the connection.
-    """
-
-    rank: int
-    connection: socket.socket
-    memory: int
-    posted: dict[int, deque[Transfer]] = field(default_factory=lambda: defaultdict(deque))
-    early: dict[int, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
-    unsent: deque[bytes] = field(default_factory=deque)
-    is_full: bool = False
-    is_gone: bool = False
 
 
 class Transfer:
-    """A message that a process nearby hasn't taken yet, or that is expected from one."""
+    """A message that processes nearby haven't taken yet, or that is expected from one.
 
-    __slots__ = ("_nearby", "into", "is_done", "peer")
+    Args:
+        nearby: This process's connections.
+        peer: The other process, or one of those that take it.
+        into: Where what is expected goes; None: it is looked at where it lies.
+        count: Its bytes, or the processes that haven't taken it.
+    """
 
-    def __init__(self, nearby: Nearby, peer: _Peer, into: memoryview | None = None) -> None:
-        self._nearby, self.peer, self.into, self.is_done = nearby, peer, into, False
+    __slots__ = ("_nearby", "count", "into", "is_done", "peer", "view")
+
+    def __init__(
+        self,
+        nearby: Nearby,
+        peer: Connection[Transfer],
+        into: memoryview | None = None,
+        count: int = 1,
+    ) -> None:
+        self._nearby, self.peer, self.into, self.count = nearby, peer, into, count
+        self.is_done = False
+        self.view: Tensor | None = None
 
     def wait(self) -> None:
         """Wait until it is taken."""
@@ -109,25 +77,28 @@ class Nearby:
     def __init__(
         self, rank: int, gathers: Sequence[Callable[[Any], Iterable[Any]]], timeout_s: float
     ) -> None:
-        self._rank, self._timeout_s = rank, timeout_s
+        self.rank, self._timeout_s = rank, timeout_s
         self._lock = threading.RLock()
         self._turn = threading.Condition(self._lock)
         self._is_watched = False  # whether a thread sleeps until something arrives
         self._has_ended = False
         self._under_way: dict[int, Transfer] = {}  # by their places
+        self._views = Views()
         self._memory = SharedMemory.make() if gathers else None
-        file = self._memory.file if self._memory is not None else None
         try:
+            file = self._memory.file if self._memory is not None else None
             connected = meet(rank, gathers, file, timeout_s)
         except OSError as error:
             raise dist.DistBackendError(
                 f"Rank {rank} has lost another one while they met: {error}."
             ) from error
-        self._peers = {peer: _Peer(peer, *both) for peer, both in connected.items()}
+        self._peers: dict[int, Connection[Transfer]] = {
+            peer: Connection(peer, *both, self._lock) for peer, both in connected.items()
+        }
         self._wake = os.eventfd(0) if self._memory is not None else -1
         for peer in self._peers.values():
-            peer.connection.setblocking(False)
-            keep_from_children(peer.connection)
+            peer.link.setblocking(False)
+            keep_from_children(peer.link)
 
     def __contains__(self, rank: int) -> bool:
         """Whether a process is nearby."""
@@ -149,19 +120,28 @@ class Nearby:
         Returns:
             The message, if it can be waited for.
         """
-        view, peer, memory = _bytes_of(data), self._peers[rank], self._memory
+        if data.nbytes > _SMALL:
+            return self.share([rank], key, data)
         with self._lock:
-            if view.nbytes <= _SMALL:
-                self._write(peer, _HEAD.pack(key, view.nbytes, _FOLLOWS) + view.tobytes())
-                return None
-            if memory is None:
+            self._tell_left()
+            own = _bytes_of(data).tobytes()
+            self._peers[rank].write(_HEAD.pack(key, len(own), _FOLLOWS) + own)
+        return None
+
+    def share(self, ranks: Sequence[int], key: int, data: Tensor) -> Transfer:
+        """Send a message of more than 4 KiB to several; see :meth:`send`."""
+        own, peers = _bytes_of(data), [self._peers[rank] for rank in ranks]
+        with self._lock:
+            if self._memory is None:
                 raise RuntimeError("The connections are closed.")
-            if not memory.has_room(view.nbytes) and not self._is_watched:
+            self._tell_left()
+            if not self._memory.has_room(own.nbytes) and not self._is_watched:
                 for other in self._peers.values():
                     self._read(other)
-            place = memory.write(view)
-            transfer = self._under_way[place] = Transfer(self, peer)
-            self._write(peer, _HEAD.pack(key, view.nbytes, place))
+            place = self._memory.write(own)
+            transfer = self._under_way[place] = Transfer(self, peers[0], count=len(peers))
+            for peer in peers:
+                peer.write(_HEAD.pack(key, own.nbytes, place))
         return transfer
 
     def receive(self, rank: int, key: int, data: Tensor) -> Transfer:
@@ -172,8 +152,17 @@ class Nearby:
             key: See :meth:`send`.
             data: Where it goes: contiguous, in host memory.
         """
+        return self._expect(rank, key, _bytes_of(data))
+
+    def look_at(self, rank: int, key: int, count: int) -> Tensor:
+        """Look at so many bytes where they lie; to change them changes nobody else's."""
+        transfer = self._expect(rank, key, None, count)
+        transfer.wait()
+        return cast(Tensor, transfer.view)
+
+    def _expect(self, rank: int, key: int, into: memoryview | None, count: int = 0) -> Transfer:
         peer = self._peers[rank]
-        transfer = Transfer(self, peer, _bytes_of(data))
+        transfer = Transfer(self, peer, into, count if into is None else into.nbytes)
         with self._lock:
             early = peer.early.get(key)
             if early:
@@ -214,35 +203,37 @@ class Nearby:
                         if file in by_file and not self._has_ended:
                             self._read(by_file[file])
 
-    def _left_s(self, peer: _Peer, give_up: float) -> float:
+    def _left_s(self, peer: Connection[Transfer], give_up: float) -> float:
         """How long a process may still be waited for."""
         if self._has_ended or peer.is_gone:
             raise dist.DistBackendError(
-                f"Rank {self._rank} waits for rank {peer.rank}, which has left the run, or the run"
+                f"Rank {self.rank} waits for rank {peer.rank}, which has left the run, or the run"
                 " has failed."
             )
         left_s = give_up - time.monotonic()
         if left_s <= 0:
             raise dist.DistBackendError(
-                f"Rank {self._rank} has waited {self._timeout_s:.0f} s for rank {peer.rank}. If"
+                f"Rank {self.rank} has waited {self._timeout_s:.0f} s for rank {peer.rank}. If"
                 " that takes so long, give GPipeStrategy a longer timeout."
             )
         return left_s
 
-    def _all(self) -> tuple[select.poll, dict[int, _Peer]]:
+    def _all(self) -> tuple[select.poll, dict[int, Connection[Transfer]]]:
         """What wakes who waits, and the connections among it."""
         poll, by_file = select.poll(), {}
         poll.register(self._wake, select.POLLIN)
         for peer in self._peers.values():
             if not peer.is_gone:
-                by_file[peer.connection.fileno()] = peer
-                poll.register(peer.connection, select.POLLIN)
+                by_file[peer.link.fileno()] = peer
+                poll.register(peer.link, select.POLLIN)
         return poll, by_file
 
     def abort(self) -> None:
         """Let nobody wait any longer; for any thread."""
         with self._turn:
             self._has_ended = True
+            for peer in self._peers.values():
+                peer.has_ended = True
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
             self._turn.notify_all()
@@ -252,14 +243,14 @@ class Nearby:
         with self._turn:
             self.abort()
             for peer in self._peers.values():
-                peer.connection.close()
+                peer.link.close()
                 os.close(peer.memory)
             if self._memory is not None:
                 self._memory.close()
                 os.close(self._wake)
             self._peers, self._memory, self._wake = {}, None, -1
 
-    def _read(self, peer: _Peer, until: Transfer | None = None) -> None:
+    def _read(self, peer: Connection[Transfer], until: Transfer | None = None) -> None:
         """Take what a process has sent, as far as something waits for it.
 
         Args:
@@ -269,7 +260,7 @@ class Nearby:
         was_reset = False
         while not peer.is_gone and (until is None or not until.is_done):
             try:
-                record = peer.connection.recv(_HEAD.size + _SMALL)
+                record = peer.link.recv(_HEAD.size + _SMALL)
             except BlockingIOError:
                 return
             except OSError:  # it is told once; what was sent before comes after it
@@ -282,13 +273,16 @@ class Nearby:
             else:
                 peer.is_gone = True
 
-    def _handle(self, peer: _Peer, record: bytes) -> None:
+    def _handle(self, peer: Connection[Transfer], record: bytes) -> None:
         key, _, place = _HEAD.unpack_from(record)
         if place == _TAKEN:
-            transfer = self._under_way.pop(key)
-            transfer.is_done = True
-            if self._memory is not None:
-                self._memory.give_back(key)
+            transfer = self._under_way[key]
+            transfer.count -= 1
+            if not transfer.count:
+                del self._under_way[key]
+                transfer.is_done = True
+                if self._memory is not None:
+                    self._memory.give_back(key)
             return
         posted = peer.posted.get(key)
         if posted:
@@ -298,85 +292,27 @@ class Nearby:
 
     def _take(self, transfer: Transfer, record: bytes) -> None:
         """Copy a message to where it belongs."""
-        (_, nbytes, place), into, peer = _HEAD.unpack_from(record), transfer.into, transfer.peer
-        if into is None or into.nbytes != nbytes:
+        (_, count, place), into, peer = _HEAD.unpack_from(record), transfer.into, transfer.peer
+        if transfer.count != count:
             raise RuntimeError(
-                f"Rank {peer.rank} has sent {nbytes} bytes where rank {self._rank} expects"
-                f" {into.nbytes if into is not None else 0}: the two do not run the same step."
+                f"Rank {peer.rank} has sent {count} bytes where rank {self.rank} expects"
+                f" {transfer.count}: the two do not run the same step."
             )
-        if place == _FOLLOWS:
+        if into is None:
+            transfer.view = self._views.look(peer.rank, peer.memory, place, count)
+            self._tell_left()
+        elif place == _FOLLOWS:
             into.cast("B")[:] = record[_HEAD.size :]
         else:
             read(peer.memory, place, into)
-            self._write(peer, _HEAD.pack(place, 0, _TAKEN))
+            peer.write(_HEAD.pack(place, 0, _TAKEN))
         transfer.is_done = True
 
-    def _write(self, peer: _Peer, record: bytes) -> None:
-        """Send a record; where the connection has no room, a thread waits until it has."""
-        peer.unsent.append(record)
-        if not peer.is_full and not self._write_rest(peer):
-            peer.is_full = True
-            threading.Thread(
-                target=self._write_later, args=(peer,), name="gpipe-unsent", daemon=True
-            ).start()
-
-    def _write_rest(self, peer: _Peer) -> bool:
-        """Send what isn't sent yet, as far as the connection has room; returns if that is all."""
-        try:
-            while peer.unsent:
-                peer.connection.send(peer.unsent[0], socket.MSG_NOSIGNAL)
-                peer.unsent.popleft()
-        except BlockingIOError:
-            return False
-        except OSError as error:  # what it has sent before can still be read
-            peer.unsent.clear()
-            if not isinstance(error, ConnectionError) and not self._has_ended:
-                raise
-        return True
-
-    def _write_later(self, peer: _Peer) -> None:
-        poll = select.poll()
-        poll.register(peer.connection, select.POLLOUT)
-        while not self._has_ended:
-            poll.poll(1000 * _LOOK_S)
-            with self._lock:
-                if self._has_ended or self._write_rest(peer):
-                    peer.is_full = False
-                    return
-
-
-@dataclass(frozen=True, slots=True)
-class Mail:
-    """Messages between members of a process group: through the machine's memory where it reaches.
-
-    Args:
-        group: The process group; for the other members, and for large messages.
-        ranks: Global ranks of its members.
-        nearby: The processes of this machine.
-        number: Tells the group from others of this process.
-    """
-
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
-    nearby: Nearby
-    number: int
-
-    def send(self, tensors: list[Tensor], member: int, tag: int) -> Work | None:
-        """As :meth:`PointToPoint.send`."""
-        rank = self.ranks[member]
-        if rank in self.nearby and tensors[0].nbytes < LARGE:
-            return self.nearby.send(rank, self._key(tag), tensors[0])
-        return self.group.send(tensors, member, tag)
-
-    def recv(self, tensors: list[Tensor], member: int, tag: int) -> Work:
-        """As :meth:`PointToPoint.recv`."""
-        rank = self.ranks[member]
-        if rank in self.nearby and tensors[0].nbytes < LARGE:
-            return self.nearby.receive(rank, self._key(tag), tensors[0])
-        return self.group.recv(tensors, member, tag)
-
-    def _key(self, tag: int) -> int:
-        return self.number << 32 | tag
+    def _tell_left(self) -> None:
+        """Tell the others that their memory isn't looked at any more."""
+        for rank, place in self._views.left():
+            if rank in self._peers:
+                self._peers[rank].write(_HEAD.pack(place, 0, _TAKEN))
 
 
 def _bytes_of(data: Tensor) -> memoryview:

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
-from lightning_gpipe.comm.nearby import PointToPoint, Transfer, Work
+from lightning_gpipe.comm.mail import PointToPoint, Work
+from lightning_gpipe.comm.nearby import Transfer
 from lightning_gpipe.comm.packet import Layouts, Packet, Sent, wait_for
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
 from lightning_gpipe.comm.remembered import Place, Remembered

@@ -11,7 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_gpipe.comm.nearby import Transfer, Work
+from lightning_gpipe.comm.mail import Work
+from lightning_gpipe.comm.nearby import Transfer
 from lightning_gpipe.comm.packing import host_buffer
 from lightning_gpipe.comm.signature import TensorType
 from lightning_gpipe.comm.waiting import waiting

@@ -7,6 +7,7 @@ message. Large ones, and those of the device, are set aside: they travel by them
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -17,24 +18,29 @@ from torch import Tensor
 
 from lightning_gpipe.tensors import strides
 
+#: What is looked at in the memory of who sends it; in the place of a device's type.
+SHARED = "shared"
 FRAME = 1 << 12  # bytes; as much as goes from process to process at once, see nearby.py
 _SMALL = 1 << 13  # bytes up to which a tensor is pickled
 _KIND_AND_LENGTH = struct.Struct("<qq")
 _ROOM = FRAME - _KIND_AND_LENGTH.size
 
 
-def pack(value: Any, pickles_small: bool) -> tuple[bytes, list[Tensor]]:
+def pack(
+    value: Any, pickles_small: bool, shared_from: float = math.inf
+) -> tuple[bytes, list[Tensor]]:
     """Pickle an object.
 
     Args:
         value: Any object that pickles.
         pickles_small: Whether small tensors in host memory are pickled.
+        shared_from: Bytes from which tensors in host memory are looked at where they are.
 
     Returns:
         The pickled object, and the tensors that travel by themselves, in order.
     """
     file = io.BytesIO()
-    packer = _Packer(file, pickles_small)
+    packer = _Packer(file, pickles_small, shared_from)
     packer.dump(value)
     return file.getvalue(), packer.tensors
 
@@ -45,7 +51,7 @@ def unpack(blob: bytes, fetch: Callable[[int, str], Tensor]) -> Any:
     Args:
         blob: The pickled object.
         fetch: Called for every tensor that was set aside, in order, with its length in bytes and
-            the type of the device that it was on; returns its bytes.
+            the type of the device that it was on, or :data:`SHARED`; returns its bytes.
     """
     return _Unpacker(blob, fetch).load()
 
@@ -87,10 +93,10 @@ def host_buffer(length: int) -> Tensor:
 class _Packer(pickle.Pickler):
     """Pickles an object, setting large tensors aside."""
 
-    def __init__(self, file: io.BytesIO, pickles_small: bool) -> None:
+    def __init__(self, file: io.BytesIO, pickles_small: bool, shared_from: float) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._pickles_small = pickles_small
+        self._pickles_small, self._shared_from = pickles_small, shared_from
         self._seen: dict[int, tuple[int, Tensor]] = {}  # by id, which a tensor kept here holds
 
     def persistent_id(self, obj: Any) -> Any:
@@ -99,8 +105,10 @@ class _Packer(pickle.Pickler):
         known = id(obj) in self._seen
         index, _ = self._seen.setdefault(id(obj), (len(self._seen), obj))
         data, kind = None, obj.device.type
-        is_small = obj.numel() * obj.element_size() <= _SMALL
-        if self._pickles_small and kind == "cpu" and is_small:
+        nbytes = strides.byte_count(obj.shape, obj.stride(), obj.dtype)
+        if kind == "cpu" and nbytes >= self._shared_from:
+            kind = SHARED
+        if self._pickles_small and kind == "cpu" and nbytes <= _SMALL:
             data = strides.to_bytes(obj).numpy().tobytes()
         elif not known:
             self.tensors.append(obj)
@@ -133,10 +141,10 @@ class _Unpacker(pickle.Unpickler):
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: Sequence[Any]) -> Tensor:
-        index, data, shape, stride, dtype, device_type = pid
+        index, data, shape, stride, dtype, where = pid
         if index not in self._tensors:
             if data is None:
-                part = self._fetch(strides.byte_count(shape, stride, dtype), device_type)
+                part = self._fetch(strides.byte_count(shape, stride, dtype), where)
             else:
                 part = from_buffer(data)
             self._tensors[index] = strides.from_bytes(part, shape, stride, dtype)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_gpipe.comm.nearby import Mail, Nearby, PointToPoint, Work
+from lightning_gpipe.comm.mail import Mail, PointToPoint, Work
+from lightning_gpipe.comm.nearby import Nearby
 
 HOST = torch.device("cpu")
 #: Bytes up to which a message to each member is faster than gloo's collectives, ten times and more.
@@ -42,7 +43,7 @@ class Peers:
     ranks: tuple[int, ...]
     device: torch.device
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    mail: PointToPoint | None = None
+    mail: Mail | None = None
 
     def by_mail(self, nearby: Nearby, number: int) -> Self:
         """The same, with messages through the memory of this machine as far as it reaches.
@@ -168,6 +169,23 @@ class Peers:
             work.wait()
         return data
 
+    @property
+    def has_one_memory(self) -> bool:
+        """Whether all members are on one machine, and can look at each other's memory."""
+        return self.mail is not None and self.mail.reaches_all
+
+    def show(self, data: Tensor) -> None:
+        """Let all other members look at bytes in host memory, which may be changed at once.
+
+        Args:
+            data: More than 4 KiB, where :attr:`has_one_memory`.
+        """
+        self._shared.share(data, _TAG)
+
+    def look_at(self, source: int, count: int) -> Tensor:
+        """Wait for bytes that a member shows; to change them changes nobody else's."""
+        return self._shared.look_at(source, _TAG, count)
+
     def _exchanged(self, own: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce a small tensor in host memory: every member sends it to every other."""
         if not own.numel():
@@ -187,6 +205,12 @@ class Peers:
     @property
     def _mail(self) -> PointToPoint:
         return self.mail if self.mail is not None else self.host
+
+    @property
+    def _shared(self) -> Mail:
+        if self.mail is None:
+            raise RuntimeError(f"The {self.member}s can't look at each other's memory.")
+        return self.mail
 
     @property
     def _both(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

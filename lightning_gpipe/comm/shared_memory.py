@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 
-_PAGE = 1 << 12
-_KEPT = 1 << 26  # bytes that are kept for later where nothing is under way
+import torch
+from torch import Tensor
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_KEPT = 1 << 26  # bytes that are kept for later, or more where more is under way
+_MOST_VIEWS = 64  # that a process has at a time: each is an open file
 
 
 class SharedMemory:
     """What this process has sent, until it is taken. Linux only.
 
-    Nobody maps it: it is written and read like a file, and counts to no process's memory.
+    It is written and read like a file, so it counts to no process's memory, but where others look
+    at it (:class:`Views`).
     """
 
     def __init__(self) -> None:
         self.file = os.memfd_create("lightning-gpipe")
         self._free: dict[int, list[int]] = {}  # places by size
+        self._empty: dict[int, list[int]] = {}  # those that take no memory
         self._used: dict[int, int] = {}  # sizes by place
         self._end = 0
 
@@ -43,11 +53,13 @@ class SharedMemory:
     def write(self, data: memoryview) -> int:
         """Write bytes; returns their place."""
         size = _size_for(data.nbytes)
-        free = self._free.get(size)
+        free = self._free.get(size) or self._empty.get(size)
         if free:
             place = free.pop()
         else:
-            place, self._end = self._end, self._end + size
+            place = -(-self._end // _PAGE) * _PAGE
+            self._end = place + size
+            os.ftruncate(self.file, self._end)
         self._used[place] = size
         done = os.pwrite(self.file, data, place)
         while done < data.nbytes:
@@ -57,13 +69,69 @@ class SharedMemory:
     def give_back(self, place: int) -> None:
         """Let a place be used again."""
         self._free.setdefault(self._used.pop(place), []).append(place)
-        if self._end > _KEPT and not self._used:
+        if self._end <= _KEPT:
+            return
+        if not self._used:
             os.ftruncate(self.file, 0)
-            self._free, self._end = {}, 0
+            self._free, self._empty, self._end = {}, {}, 0
+            return
+        used = sum(self._used.values())
+        kept = sum(size * len(places) for size, places in self._free.items())
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and kept > max(_KEPT, used):
+                self._clear(self._free[size].pop(0), size)
+                kept -= size
+
+    def _clear(self, place: int, size: int) -> None:
+        """Give a place's memory back to the system."""
+        with mmap.mmap(self.file, size, offset=place) as pages:
+            pages.madvise(mmap.MADV_REMOVE)
+        self._empty.setdefault(size, []).append(place)
 
     def close(self) -> None:
         """Give it back to the system, as soon as nobody reads it any more."""
         os.close(self.file)
+
+
+class Views:
+    """This process's looks at others' memory."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        #: Places that nobody looks at any more, and whose memory it is.
+        self._left: deque[tuple[int, int]] = deque()
+
+    def look(self, rank: int, file: int, place: int, count: int) -> Tensor:
+        """Look at another process's memory without a copy.
+
+        Args:
+            rank: The other process.
+            file: Its memory.
+            place: Where the bytes lie. They must stay as they are.
+            count: How many.
+
+        Returns:
+            The bytes, ``uint8``, of which pages are copied when they are changed; a copy of all
+            where it would be one look too many.
+        """
+        self._count += 1
+        if self._count <= _MOST_VIEWS:
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            with suppress(OSError):  # as many files are open as may be
+                pages = mmap.mmap(file, count, mmap.MAP_PRIVATE, access, offset=place)
+                # who lets go of a tensor may hold any lock: so it is told later
+                weakref.finalize(pages, self._left.append, (rank, place)).atexit = False
+                return torch.frombuffer(pages, dtype=torch.uint8)
+        copied = torch.empty(count, dtype=torch.uint8, device="cpu")
+        read(file, place, copied.numpy().data)
+        self._left.append((rank, place))
+        return copied
+
+    def left(self) -> Iterator[tuple[int, int]]:
+        """Other processes, and places in their memory at which this one looks no more; once."""
+        while self._left:
+            self._count -= 1
+            yield self._left.popleft()
 
 
 def read(file: int, place: int, into: memoryview) -> None:

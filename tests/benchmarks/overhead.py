@@ -9,9 +9,10 @@ ratios, in several launches. ``actions``: the engine's time for each forward and
 micro-batch of layers that do next to nothing, from steps of 64 and of 192 micro-batches, with a
 profile. ``chunks``: the step's time for each micro-batch, from 8 to 512, over the same for 8, in
 turns of three steps. ``messages``: half of the way there and back between two processes of one
-machine, alone and beside processes that compute. ``cut``: from ``fit`` until the first step of a
-model of 1,000 layers. ``balance``: steps balanced by time over those balanced by operations, with
-layers that take long and compute little.
+machine, alone and beside processes that compute. ``batches``: until all stages have a large batch
+and the last one has read it, looked at where it lies, and sent in pieces. ``cut``: from ``fit``
+until the first step of a model of 1,000 layers. ``balance``: steps balanced by time over those
+balanced by operations, with layers that take long and compute little.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
+import math
 import multiprocessing
 import os
 import pstats
@@ -30,6 +32,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -37,6 +40,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm import messages
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.executor import Executor
 from lightning_gpipe.schedule.gpipe import fill_drain
@@ -55,7 +59,7 @@ from tests.benchmarks.workloads import (
 )
 from tests.ranks import run_ranks
 
-PARTS = ["plain", "norm", "actions", "chunks", "messages", "cut", "balance"]
+PARTS = ["plain", "norm", "actions", "chunks", "messages", "batches", "cut", "balance"]
 FEW, MANY = 64, 192
 _FIRST = 8  # steps of a fit that don't count: some checks run in the 1st, 2nd, 4th, 8th
 
@@ -241,6 +245,39 @@ def _messages(arguments: argparse.Namespace) -> list[Table]:
     return [table]
 
 
+def _batches(arguments: argparse.Namespace) -> list[Table]:
+    table = Table("A batch for all stages, milliseconds", ["looked at", "in pieces", "ratio"])
+    for stages in 2, 4:
+        for mb in 16, 128:
+            looked, sent = run_ranks(_batch_ms, stages, mb, arguments.rounds, timeout_s=600)[0]
+            table.rows.append((f"{mb} MiB, K={stages}", [looked, sent, sent / looked]))
+    return [table]
+
+
+def _batch_ms(mb: int, times: int) -> list[float]:
+    """Medians of both ways."""
+    groups = Groups.connect(
+        torch.distributed.get_world_size(), 1, "gloo", torch.device("cpu"), timedelta(seconds=60)
+    )
+    stages, found = groups.pipeline, list[float]()
+    batch = torch.ones(mb << 18) if stages.index == 0 else None
+    for limit in mb << 20, math.inf:
+        times_s = []
+        with mock.patch.object(messages, "_SHARED", limit):
+            for _ in range(times):
+                stages.all_reduce(torch.zeros(1))
+                start = time.perf_counter()
+                came = stages.broadcast("batch", batch, 0)
+                if stages.index == len(stages.ranks) - 1:
+                    came.sum()
+                stages.all_reduce(torch.zeros(1))
+                times_s.append(time.perf_counter() - start)
+        del came
+        found.append(1e3 * statistics.median(times_s))
+    groups.close()
+    return found
+
+
 @contextmanager
 def _spinning(count: int) -> Iterator[None]:
     """Keep cores busy."""
@@ -266,7 +303,7 @@ def _one_way_us(sizes: list[int], times: int) -> list[list[float]]:
     groups = Groups.connect(2, 1, "gloo", cpu, timedelta(seconds=60))
     ours = groups.channel(1 - groups.stage, 0, "activations")
     over_gloo = replace(ours, data=groups.pipeline.host)
-    found = []
+    stages, found = groups.pipeline, list[float]()
     for size in sizes:
         found.append([])
         for channel in (ours, over_gloo):
@@ -351,6 +388,7 @@ _RUN = {
     "actions": _actions,
     "chunks": _chunks,
     "messages": _messages,
+    "batches": _batches,
     "cut": _cut,
     "balance": _balance,
 }
