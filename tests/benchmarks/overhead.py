@@ -303,7 +303,7 @@ def _one_way_us(sizes: list[int], times: int) -> list[list[float]]:
     groups = Groups.connect(2, 1, "gloo", cpu, timedelta(seconds=60))
     ours = groups.channel(1 - groups.stage, 0, "activations")
     over_gloo = replace(ours, data=groups.pipeline.host)
-    stages, found = groups.pipeline, list[float]()
+    found: list[list[float]] = []
     for size in sizes:
         found.append([])
         for channel in (ours, over_gloo):
