@@ -70,6 +70,11 @@ def each(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x, y, reduction="none")
 
 
+def three(x: Tensor, y: Tensor) -> Tensor:
+    """Losses of three tasks."""
+    return torch.stack([F.cross_entropy((i + 1) * x, y) for i in range(3)])
+
+
 def regularization(module: L.LightningModule) -> Tensor:
     return torch.stack([p.square().sum() for p in module.net[2].parameters()]).sum()
 
@@ -112,6 +117,10 @@ MEANS: dict[str, Any] = {
     "of two views again": lambda _, x, y: (
         F.mse_loss(*torch.cat([x, 2 * x]).chunk(2)) + torch.cat([x, x])[: len(x)].mean()
     ),
+    "of several tasks": lambda m, x, y: (
+        torch.stack([F.cross_entropy((i + 1) * x, y) for i in range(4)])  # as many as samples
+        * torch.exp(-m.net[2].bias[:4])
+    ).sum(),
     "over time first": lambda _, x, y: (
         x.view(-1, 4, 2).transpose(0, 1).softmax(0) * x.view(-1, 4, 2).transpose(0, 1)
     ).mean(),
@@ -168,6 +177,9 @@ CURVED: dict[str, tuple[str, Any]] = {
         lambda _, x, y: 1 - (x.sigmoid() * F.one_hot(y, CLASSES)).sum() / x.sigmoid().sum(),
     ),
     "a largest one": ("max", lambda _, x, y: each(x, y).max()),
+    "the largest of some": ("max", lambda _, x, y: three(x, y).max()),
+    "the two largest of some": ("topk", lambda _, x, y: three(x, y).topk(2)[0].mean()),
+    "a flooded mean of some": ("abs", lambda _, x, y: (three(x, y).mean() - 1).abs() + 1),
     "a product": ("mul", lambda _, x, y: F.cross_entropy(x, y) * x.square().mean()),
     "a focal loss of a mean": (
         "mul",
@@ -332,6 +344,8 @@ BY_WEIGHTS: dict[str, Any] = {
 DIVIDED: dict[str, Any] = {
     "means": lambda x, y, w: (each(x, y) * w).mean() / w.mean(),
     "a variance": lambda x, y, _: x.square().mean() / x.detach().var(),
+    "a deviation": lambda x, y, _: (each(x, y) / x.detach().std()).mean(),
+    "the largest": lambda x, y, _: (each(x, y) / each(x, y).detach().max()).mean(),
     "itself": lambda x, y, _: (loss := each(x, y).mean()) / loss.detach(),
 }
 NORMALISED: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,6 +42,31 @@ def is_normalised(node: Any, samples: int) -> bool:
             if min(means) <= _ROUNDING * samples * size and not _are_few(given):
                 return True
     return False
+
+
+def divisors_of(nodes: Collection[Any]) -> list[float]:
+    """The tensors of one number by which samples are divided, in the order of operations.
+
+    Numbers of Python, whole ones, and what sums are divided by, such as counts, aren't among them.
+
+    Args:
+        nodes: The loss's.
+    """
+    found = []
+    for node in sorted(nodes, key=lambda node: int(node._sequence_nr())):
+        divided = node.next_functions[0][0] if node.name().startswith("DivBackward") else None
+        if divided is None or divided.name().startswith("SumBackward"):
+            continue
+        try:
+            given = getattr(node, "_saved_other", None)
+        except RuntimeError:  # it was changed in place since, or isn't kept any more
+            continue
+        made = node._input_metadata[0]
+        if isinstance(given, Tensor) and given.ndim == 0 and made.shape:
+            is_tensor = given.dtype == made.dtype  # Python's numbers are of 64 bits
+            if is_tensor and not given.requires_grad and not float(given).is_integer():
+                found.append(float(given))
+    return found
 
 
 def _is_per_sample(given: Tensor, samples: int) -> bool:

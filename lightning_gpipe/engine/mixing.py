@@ -31,18 +31,21 @@ _MOVES = (
 )
 
 
-def mixing(samples: int, of_output: Collection[Any]) -> str:
+def mixing(samples: int, of_output: Collection[Any], of_scalars: Collection[Any]) -> str:
     """The name of an operation that computes with several samples together; else nothing.
 
     Args:
         samples: How many there are.
         of_output: The loss's nodes that compute with the backbone's output.
+        of_scalars: Those of which nothing is by sample.
     """
     users = dict[Any, list[Any]]()
     for node in of_output:
         for following, _ in node.next_functions:
             users.setdefault(following, []).append(node)
     for node in of_output:
+        if node in of_scalars:
+            continue
         found = ""
         if _pairs(node, samples):
             found = "matmul" if "mm" in name_of(node) else name_of(node)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.engine.coupling import couples_samples
-from lightning_gpipe.engine.given import class_weights, is_normalised
+from lightning_gpipe.engine.given import class_weights, divisors_of, is_normalised
 from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
 
@@ -21,6 +21,8 @@ _SUM = 2  # as losses note their reductions
 _THROUGH = (
     *("Add", "Sub", "Rsub", "Neg", "Mul", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone"),
 )
+#: Operations that put scalars together, and add them up.
+_TOGETHER = ("Cat", "Mean", "Select", "Squeeze", "Stack", "Sum", "Unbind", "Unsqueeze", "View")
 #: Operations that aren't linear, between scalars or of all samples.
 _CURVED = {
     *("Abs", "Acos", "Clamp", "ClampMax", "ClampMin", "Cos", "Exp", "Expm1", "LogSigmoid"),
@@ -28,6 +30,8 @@ _CURVED = {
     *("Rsqrt", "Sigmoid", "Softplus", "Sqrt", "Tanh"),
     *("Amax", "Amin", "Dist", "LinalgVectorNorm", "Logsumexp", "Max", "Min", "Norm", "Prod"),
     *("Std", "Var"),
+    # of several reduced terms that were stacked
+    *("Cummax", "Cummin", "Cumprod", "Kthvalue", "LogSoftmax", "Median", "Softmax", "Sort", "Topk"),
 }
 
 
@@ -40,6 +44,7 @@ class _Seen:
         divisors: Those that anything else is divided by.
         shares: Those that sums over samples are divided by, for each element of a sample.
         weights: Of classes.
+        scales: Those that samples are divided by.
         is_normalised: Whether it uses numbers with a mean of 0 or 1.
     """
 
@@ -47,6 +52,7 @@ class _Seen:
     divisors: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     is_normalised: bool = False
 
 
@@ -84,13 +90,15 @@ class Reductions:
             return
         self._seen[m] = seen = _Seen()
         of_output = _made_of(self.root, loss.grad_fn)
-        for node, of_samples in _reductions(loss.grad_fn, samples, seen):
+        late = of_scalars(of_output)
+        for node, of_samples in _reductions(loss.grad_fn, samples, seen, late):
             if of_samples and node in of_output:
                 self._has_sum = True
         seen.weights = [w for node in of_output if (w := class_weights(node)) is not None]
+        seen.scales = divisors_of(of_output)
         seen.is_normalised = any(is_normalised(node, samples) for node in of_output)
         if samples > 1 and not self._curve:
-            self._curve = _curved(loss.grad_fn, samples, of_output)
+            self._curve = _curved(loss.grad_fn, samples, of_output, late)
         if may_repeat and not (self._curve or self._is_coupled):  # a random order may be the same
             self._is_coupled = couples_samples(loss, samples, of_output)
 
@@ -129,7 +137,10 @@ class Reductions:
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif _differ([each.divisors for each in seen], [1] * len(seen)):
+        elif any(
+            _differ(numbers, [1] * len(seen))
+            for numbers in ([each.divisors for each in seen], [each.scales for each in seen])
+        ):
             warnings.warn(
                 "The loss is divided by another number in each micro-batch, as by one that is"
                 " computed from its samples. With step='micro-batch' it becomes the mean of the"
@@ -188,26 +199,51 @@ def _made_of(leaf: Tensor, node: Any) -> set[Any]:
     return theirs
 
 
-def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
+def of_scalars(of_output: Collection[Any]) -> set[Any]:
+    """The nodes that compute with scalars alone, as with several losses that were stacked.
+
+    Args:
+        of_output: Nodes of a graph.
+    """
+    users, open_ = dict[Any, list[Any]](), dict[Any, int]()
+    for node in of_output:
+        given = {following for following, _ in node.next_functions if following in of_output}
+        open_[node] = len(given) or -1
+        for following in given:
+            users.setdefault(following, []).append(node)
+    known = {n for n in of_output if not hasattr(n, "variable") and _has_no_dimension(n)}
+    late, left = set[Any](), list(known)
+    while left:
+        for user in users.get(left.pop(), ()):
+            open_[user] -= 1
+            if not open_[user]:
+                late.add(user)
+                if user not in known:
+                    left.append(user)
+    return late
+
+
+def _curved(node: Any, samples: int, of_output: Collection[Any], late: Collection[Any]) -> str:
     """The name of an operation that isn't linear in what was reduced over samples, or pairs them.
 
     Args:
         node: The loss's.
         samples: How many there are.
         of_output: The nodes that compute with the backbone's output.
+        late: Those that compute with scalars alone.
     """
-    mixed = mixing(samples, of_output)
+    mixed = mixing(samples, of_output, late)
     if mixed:
         return mixed
-    for scalar in _scalars(node, of_output, (*_THROUGH, "Div")):
+    for scalar in _scalars(node, of_output, late, (*_THROUGH, "Div", *_TOGETHER)):
         name = scalar.name().partition("Backward")[0]
         theirs = [following in of_output for following, _ in scalar.next_functions]
         is_quotient = name == "Div" and len(theirs) == 2 and theirs[1]
-        is_product = name == "Mul" and sum(theirs) == 2
+        is_product = name in ("Dot", "Mul", "Mv") and sum(theirs) == 2
         if is_quotient or is_product or (name in _CURVED and any(theirs)):
             reductions = [
                 node
-                for node in _scalars(scalar, of_output, ("",))
+                for node in _scalars(scalar, of_output, late, ("",))
                 if sums_samples(node, samples) and not is_of_one_sample(node, of_output)
             ]
             if reductions:
@@ -215,12 +251,15 @@ def _curved(node: Any, samples: int, of_output: Collection[Any]) -> str:
     return ""
 
 
-def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Iterator[Any]:
-    """A node and those behind it that make scalars.
+def _scalars(
+    node: Any, among: Collection[Any], late: Collection[Any], through: tuple[str, ...]
+) -> Iterator[Any]:
+    """A node and those behind it that make scalars, or compute with scalars alone.
 
     Args:
         node: The node.
         among: Those that are looked at.
+        late: Those that compute with scalars alone.
         through: How the names of operations begin behind which others are looked for.
     """
     left, seen = [node], {node}
@@ -229,18 +268,22 @@ def _scalars(node: Any, among: Collection[Any], through: tuple[str, ...]) -> Ite
         yield node
         if node.name().startswith(through):
             for following, _ in node.next_functions:
-                if following in among and following not in seen and _is_scalar(following):
+                is_one = following in among and (following in late or _is_scalar(following))
+                if is_one and following not in seen:
                     seen.add(following)
                     left.append(following)
 
 
-def _reductions(node: Any, samples: int, noted: _Seen) -> Sequence[tuple[Any, bool]]:
+def _reductions(
+    node: Any, samples: int, noted: _Seen, late: Collection[Any]
+) -> Sequence[tuple[Any, bool]]:
     """The nodes that make scalars of a loss's elements, and whether they sum samples up.
 
     Args:
         node: The loss's.
         samples: How many there are.
         noted: Gets the numbers that they divide by.
+        late: The nodes that compute with scalars alone.
     """
     found, left, seen = [], [node], {node}
     while left:
@@ -251,6 +294,9 @@ def _reductions(node: Any, samples: int, noted: _Seen) -> Sequence[tuple[Any, bo
             total = getattr(node, "_saved_total_weight", None)
             if reduction != _SUM and total is not None:
                 noted.counts.append(float(total))
+        elif node in late and name.startswith(_TOGETHER):
+            left += [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(n for n, _ in node.next_functions)
         elif name.startswith("MeanBackward"):
             noted.counts.append(math.prod(shape_of(node)))
         elif name.startswith(("SumBackward", "DotBackward")):
@@ -258,6 +304,7 @@ def _reductions(node: Any, samples: int, noted: _Seen) -> Sequence[tuple[Any, bo
         elif name.startswith("Div"):
             divisor, divided = _factor(node), node.next_functions[0][0]
             is_sum = divided is not None and divided.name().startswith("SumBackward")
+            is_sum = is_sum and divided not in late
             by_weights = is_sum and sums_samples(divided, samples) and math.isfinite(divisor)
             if by_weights or divisor.is_integer():
                 noted.counts.append(divisor)
@@ -311,6 +358,10 @@ def _is_scalar(node: Any) -> bool:
         return all(math.prod(kind.shape) == 1 for kind in getattr(node, "_input_metadata", ()))
     except RuntimeError:  # a nested tensor has no shape
         return False
+
+
+def _has_no_dimension(node: Any) -> bool:
+    return _is_scalar(node) and not any(kind.shape for kind in getattr(node, "_input_metadata", ()))
 
 
 def _differ(counts: Sequence[Sequence[float]], sizes: Sequence[int]) -> bool:

@@ -338,7 +338,9 @@ def _explained(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     except CheckpointException as error:  # a BaseException
         rank, (cause, _) = min(error.failures.items())
         text = f"The checkpoint {path} isn't saved: rank {rank} can't write its part"
-        text = f"{text} ({type(cause).__name__}: {cause}). The one saved before is whole."
+        text = f"{text} ({type(cause).__name__}: {cause}). What was saved there before is whole."
+        if "unexpected pos" in str(cause):  # what PyTorch says of a file that it can't write on
+            text = f"{text} The disk seems to be full."
         here = group is None or rank == dist.get_rank(group)
         raise (RuntimeError if here else RemoteError)(text) from cause
 

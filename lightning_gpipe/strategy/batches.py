@@ -14,6 +14,7 @@ from lightning_gpipe.model.remote import told
 
 #: The indices, keys and names of fields that lead to something in a batch.
 KeyPath: TypeAlias = tuple[Any, ...]
+_FEW = 1 << 16  # elements of a tensor up to which all are compared
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -30,8 +31,49 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
+@dataclasses.dataclass(slots=True)
+class Places:
+    """Where in the batches of a loader something is split by samples, and where not.
+
+    Args:
+        split: What has been.
+        whole: What went to every micro-batch as it is; that stays so, however long it is.
+    """
+
+    split: set[KeyPath] = dataclasses.field(default_factory=set)
+    whole: set[KeyPath] = dataclasses.field(default_factory=set)
+
+    def tell(self, path: KeyPath, length: int, samples: int) -> bool:
+        """Whether what stands at a place is split.
+
+        Args:
+            path: The place.
+            length: Of what stands there.
+            samples: How many the batch has.
+
+        Raises:
+            ValueError: If it was split before and can't be now.
+        """
+        if length != samples:
+            if path in self.split:
+                name = "".join(f"[{key!r}]" for key in path)
+                raise ValueError(
+                    f"batch{name} has {length} rows where the batch's first tensor has {samples}."
+                    " In batches before both were alike, and step='micro-batch' has split both by"
+                    " samples. If they are samples, let all parts of the batch have as many:"
+                    " DataLoader(drop_last=True), or CombinedLoader's mode 'min_size'. If not, make"
+                    " it a buffer of the module, or give it the shape [1, ...]. Or use"
+                    " GPipeStrategy(step='mini-batch')."
+                )
+            self.whole.add(path)
+        if path in self.whole:
+            return False
+        self.split.add(path)
+        return True
+
+
 def split_batch(
-    batch: Any, chunks: int, whole: set[KeyPath] | None = None
+    batch: Any, chunks: int, places: Places | None = None
 ) -> tuple[list[Any], list[int]]:
     """Split a batch along dimension 0.
 
@@ -43,14 +85,13 @@ def split_batch(
     Args:
         batch: What the data loader gives: tensors in lists, tuples, mappings and dataclasses.
         chunks: M, the number of micro-batches wanted.
-        whole: Where batches of the same loader have had something that wasn't split, which isn't
-            split however long it is; what this batch has of that is added.
+        places: What batches of the same loader have shown; what this one shows is added.
 
     Returns:
         The micro-batches, and their numbers of samples. They differ by one at most.
 
     Raises:
-        ValueError: If the number of samples isn't known.
+        ValueError: If the number of samples isn't known, or what was split has another one.
     """
     if chunks == 1:
         first = next((t for t in tensors_of(batch) if t.ndim), None)
@@ -71,8 +112,8 @@ def split_batch(
     sizes = [samples // count + (m < samples % count) for m in range(count)]
     ends = [sum(sizes[: m + 1]) for m in range(count)]
     rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    whole = set() if whole is None else whole
-    return [_rows(batch, part, samples, whole) for part in rows], sizes
+    places = Places() if places is None else places
+    return [_rows(batch, part, samples, places) for part in rows], sizes
 
 
 def constant_tensor(before: Sequence[Tensor], now: Sequence[Tensor], samples: int) -> Tensor | None:
@@ -81,16 +122,38 @@ def constant_tensor(before: Sequence[Tensor], now: Sequence[Tensor], samples: in
     It is the same in two batches that differ, and its rows aren't all alike.
 
     Args:
-        before: The tensors of a batch.
-        now: Those of another one of the same loader.
+        before: The heads of the tensors of a batch.
+        now: The tensors of another one of the same loader.
         samples: How many that has.
     """
-    pairs = list(zip(before, now, strict=False))
+    pairs = list(zip(before, map(head, now), strict=False))
     if len(before) != len(now) or all(_are_equal(a, b) for a, b in pairs):
         return None
     flat = [(a, b) for a, b in pairs if b.shape == (samples,) and b.is_floating_point()]
     same = (b for a, b in flat if _are_equal(a, b))  # labels and masks may well be
     return next((t for t in same if not bool((t == t[0]).all())), None)
+
+
+def changing_tensor(before: Sequence[Tensor], now: Sequence[Tensor], samples: int) -> Tensor | None:
+    """A tensor that isn't split, though it may have a row per sample; None: there is none.
+
+    It isn't the same in two batches, and has another number of rows than they have samples.
+
+    Args:
+        before: The heads of the tensors of a batch.
+        now: The tensors of another one of the same loader.
+        samples: How many that has.
+    """
+    if len(before) != len(now):
+        return None
+    pairs = zip(before, now, strict=True)
+    others = ((a, b) for a, b in pairs if b.ndim and len(b) not in (1, samples))
+    return next((b for a, b in others if not _are_equal(a, head(b))), None)
+
+
+def head(tensor: Tensor) -> Tensor:
+    """As much of a tensor as is compared."""
+    return tensor if tensor.numel() <= _FEW else tensor[(0,) * (tensor.ndim - 1)][:64]
 
 
 def _are_equal(tensor: Tensor, other: Tensor) -> bool:
@@ -112,26 +175,23 @@ def _check_ragged(batch: Any) -> None:
                 )
 
 
-def _rows(value: Any, part: slice, samples: int, whole: set[KeyPath], *path: Any) -> Any:
+def _rows(value: Any, part: slice, samples: int, places: Places, *path: Any) -> Any:
     """The rows of a micro-batch; ``path`` says where in the batch the value stands."""
     if isinstance(value, Tensor):
-        if value.ndim and value.shape[0] != samples:
-            whole.add(path)
-        return value[part] if value.ndim and path not in whole else value
+        is_split = value.ndim and places.tell(path, len(value), samples)
+        return value[part] if is_split else value
     if isinstance(value, (list, tuple)):
         if _is_per_sample(value):
-            if len(value) != samples:
-                whole.add(path)
-            return value if path in whole else value[part]
-        items = [_rows(item, part, samples, whole, *path, i) for i, item in enumerate(value)]
+            return value[part] if places.tell(path, len(value), samples) else value
+        items = [_rows(item, part, samples, places, *path, i) for i, item in enumerate(value)]
         return _rebuilt(value, items)
     if isinstance(value, Mapping):
-        rows = {key: _rows(item, part, samples, whole, *path, key) for key, item in value.items()}
+        rows = {key: _rows(item, part, samples, places, *path, key) for key, item in value.items()}
         return _rebuilt(value, rows)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if field.init)
         rows = {
-            name: _rows(getattr(value, name), part, samples, whole, *path, name) for name in fields
+            name: _rows(getattr(value, name), part, samples, places, *path, name) for name in fields
         }
         return dataclasses.replace(value, **rows)
     return value

@@ -17,8 +17,27 @@ STARTED_BY = "LIGHTNING_GPIPE_STARTED_BY"
 _TICK_S = 0.2
 #: The processes of this node that this one has started, by local rank less one.
 children: list[PatientlySeen] = []
+
+
+def _parent_of(said: str) -> int | None:
+    """The process that has started this one as a rank, which may be gone; None: none has.
+
+    Args:
+        said: Which it is, by its own account; other processes inherit that.
+    """
+    if not said.isdecimal() or int(said) == os.getppid():
+        return int(said or 0) or None
+    try:
+        os.kill(int(said), 0)
+    except ProcessLookupError:
+        return int(said)
+    except OSError:
+        pass
+    return None
+
+
 #: The process of local rank 0, in those that it has started.
-_parent = os.getppid() if os.environ.pop(STARTED_BY, "") == str(os.getppid()) else None
+_parent = _parent_of(os.environ.pop(STARTED_BY, ""))
 
 
 class PatientlySeen:

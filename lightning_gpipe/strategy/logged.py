@@ -53,6 +53,7 @@ class StepLog:
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
         self._micro_batch = 0
+        self._default_dtype = torch.get_default_dtype()
 
     def begin(self, micro_batch: int) -> None:
         """Begin the step of a micro-batch."""
@@ -61,6 +62,7 @@ class StepLog:
 
     def note(self, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Note a call of ``self.log``."""
+        self._default_dtype = torch.get_default_dtype()  # that of double precision, for instance
         bound = _SIGNATURE.bind(module, *args, **kwargs).arguments
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
@@ -78,6 +80,14 @@ class StepLog:
             log: ``self.log`` of the module.
             weights: How much each micro-batch counts, where the call doesn't say its batch size.
         """
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._default_dtype)
+        try:
+            self._replay(log, weights)
+        finally:
+            torch.set_default_dtype(before)
+
+    def _replay(self, log: Any, weights: Sequence[float]) -> None:
         for (name, _), entries in self._entries.items():
             options = dict(entries[0].options)
             counts = [weights[entry.micro_batch] for entry in entries]

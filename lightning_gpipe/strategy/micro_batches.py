@@ -17,8 +17,10 @@ from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.batches import (
-    KeyPath,
+    Places,
+    changing_tensor,
     constant_tensor,
+    head,
     merge,
     split_batch,
     tensors_of,
@@ -26,9 +28,6 @@ from lightning_gpipe.strategy.batches import (
 )
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
-
-#: Elements of a tensor up to which it is compared.
-_FEW = 1 << 16
 
 
 @dataclass(slots=True)
@@ -89,7 +88,7 @@ class MicroBatchSteps:
         self._log: StepLog | None = None
         self._evaluations = 0
         self._first: list[Tensor] | None = None  # of the first batch
-        self._whole = defaultdict[tuple[Any, ...], set[KeyPath]](set)
+        self._places = defaultdict[tuple[Any, ...], Places](Places)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -122,8 +121,8 @@ class MicroBatchSteps:
                 "The training step doesn't call the backbone, so there is nothing to run in stages."
             )
         self.metrics.begin(is_first=not rest or rest[0] == 0)
+        parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[("training",)])
         self._look_for_constants(tensors_of(batch))
-        parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[("training",)])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
@@ -147,7 +146,7 @@ class MicroBatchSteps:
         self._evaluations += 1
         self.metrics.begin(is_first=not rest or rest[0] == 0)
         loader = kind, *rest[1:]
-        parts, sizes = split_batch(batch, self._pipeline.chunks, self._whole[loader])
+        parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[loader])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=False)
         self._log = steps.log
         try:
@@ -159,14 +158,26 @@ class MicroBatchSteps:
         return self._told(steps, sizes, weighting.weights)
 
     def _look_for_constants(self, tensors: list[Tensor]) -> None:
-        """Warn, in the second batch, of a tensor that is split and may be for all samples."""
+        """Warn, in the second batch, of tensors that may be split, or not, by mistake."""
         if self._first is None:
-            self._first = [t.detach().clone() for t in tensors if t.numel() <= _FEW]
+            self._first = [head(t.detach()).clone() for t in tensors]
         elif self._first:
             first, self._first = self._first, []
             samples = next((len(t) for t in tensors if t.ndim), 0)
-            found = constant_tensor(first, [t for t in tensors if t.numel() <= _FEW], samples)
-            if found is not None and self._pipeline.chunks > 1:
+            if self._pipeline.chunks == 1:
+                return
+            found = changing_tensor(first, tensors, samples)
+            if found is not None:
+                rank_zero_warn(
+                    f"A tensor of shape {tuple(found.shape)} is another one in each batch, and"
+                    f" hasn't a row for each of its {samples} samples. So with step='micro-batch'"
+                    " every micro-batch gets it whole, which is right for positions or edges. If"
+                    " its rows are samples, as those of a second loader, a mean over both parts"
+                    " and all counts come out otherwise: let all parts have as many, or use"
+                    " GPipeStrategy(step='mini-batch')."
+                )
+            found = constant_tensor(first, tensors, samples)
+            if found is not None:
                 rank_zero_warn(
                     f"A tensor of shape {tuple(found.shape)} is the same in the first two batches,"
                     " and as long as they are, so step='micro-batch' splits it by samples. If it"

@@ -186,6 +186,8 @@ class ProcessesStrategy(PlacedStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if name == "run-stage":  # Lightning has its handlers installed, and loads data next
+            self._take_signals()
         if not self.is_interrupted:
             world.barrier(self.root_device)
 
