@@ -136,6 +136,30 @@ def test_the_trainer_tells_that_sigterm_was_received(tmp_path: Path) -> None:
     assert "received_sigterm=True" in (tmp_path / "1").read_text()
 
 
+def sigterm_early(folder: Path) -> None:
+    failing.run("term early", 1, 2, str(folder))
+
+
+def test_sigterm_while_data_is_prepared_ends_all(tmp_path: Path) -> None:
+    """Lightning's handler would wait there for the other ranks, which wait for this one."""
+    start = time.monotonic()
+    for process in start_ranks(sigterm_early, 2, tmp_path, tmp_path):
+        process.join(60)
+        assert process.exitcode not in (0, None)
+    assert time.monotonic() - start < LIMIT_S
+    for rank in range(2):
+        assert "SIGTERM was received" in (tmp_path / str(rank)).read_text()
+
+
+def test_a_parent_that_is_gone_already_is_known() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert children._parent_of(str(process.pid)) == process.pid
+    assert children._parent_of(str(os.getppid())) == os.getppid()
+    assert children._parent_of(str(os.getpid())) is None  # of a process that this one started
+    assert children._parent_of("") is None
+
+
 def uneven(stages: int) -> None:
     """Replicas with different numbers of batches: one stops, the other waits for its gradients."""
     warnings.simplefilter("ignore")

@@ -412,6 +412,45 @@ def test_after_a_run_each_rank_goes_on_with_its_part(step: str, tmp_path: Path) 
         torch.testing.assert_close(state["exp_avg"], others[key]["exp_avg"], rtol=0, atol=1e-12)
 
 
+class Saves(L.Callback):
+    """Saves before the first step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, run: L.Trainer, *_: Any) -> None:
+        run.save_checkpoint(self.path)
+
+
+def without_a_step(path: str, is_sharded: bool) -> tuple[int, int]:
+    """Train and save, resume and save before the first step, and again where none is left."""
+    for name, source, steps in ("one", None, 3), ("two", "one", 4), ("three", "one", 3):
+        torch.manual_seed(11)
+        strategy = GPipeStrategy(2, save_distributed_checkpoint=is_sharded)
+        saves = [Saves(f"{path}/before_{name}")]
+        run = trainer(max_steps=steps, strategy=strategy, devices=2, callbacks=saves)
+        run.fit(Predicting(), ckpt_path=source and f"{path}/{source}")
+        run.save_checkpoint(f"{path}/{name}")
+    return run.global_step, sum(p.is_meta for p in run.lightning_module.parameters())
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_nothing_is_lost_without_a_step(is_sharded: bool, tmp_path: Path) -> None:
+    found = run_ranks(without_a_step, 2, str(tmp_path), is_sharded)
+    assert all(step == 3 and missing for step, missing in found)  # each has its part
+    files = [tmp_path / name for name in ("one", "before_two", "three")]
+    if is_sharded:
+        for index, folder in enumerate(files):
+            main(["consolidate", str(folder), str(tmp_path / f"{index}.ckpt")])
+            files[index] = tmp_path / f"{index}.ckpt"
+    expected, *others = (torch.load(path, weights_only=False) for path in files)
+    for other in others:
+        torch.testing.assert_close(other["state_dict"], expected["state_dict"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            other["optimizer_states"], expected["optimizer_states"], rtol=0, atol=0
+        )
+
+
 def resume(kind: str, stages: int, path: str) -> dict[str, Tensor]:
     torch.manual_seed(4)  # of no use: all values come from the file
     module = KINDS[kind]()

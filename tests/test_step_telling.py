@@ -403,6 +403,55 @@ def test_a_tensor_for_all_samples_that_is_split_is_told_of() -> None:
             run.fit(module)
 
 
+class Pairs(models.Language):
+    """Batches of two parts."""
+
+    rows: tuple[int, ...] = ()
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch[0]) + batch[1].mean()
+
+    def train_dataloader(self) -> Any:
+        batches = zip(super().train_dataloader(), self.rows, strict=False)
+        each = [(batch, torch.randn(rows, 3)) for batch, rows in batches]
+        return DataLoader(each, batch_size=None)
+
+
+@pytest.mark.parametrize("rows", [(9, 9, 9), (4, 4, 6)])
+def test_samples_that_every_micro_batch_gets_are_told_of(rows: tuple[int, ...]) -> None:
+    module = Pairs()
+    module.rows = rows
+    strategy = GPipeStrategy(3, step="micro-batch")
+    run = trainer(devices=1, strategy=strategy, max_steps=3, limit_val_batches=0)
+    with pytest.warns(UserWarning, match="is another one in each batch, and hasn't a row for each"):
+        run.fit(module)
+
+
+def test_parts_of_a_batch_that_differ_once_are_refused() -> None:
+    module = Pairs()
+    module.rows = (len(next(iter(models.Language().train_dataloader()))[0]),) * 2 + (5,)
+    strategy = GPipeStrategy(3, step="micro-batch")
+    run = trainer(devices=1, strategy=strategy, max_steps=3, limit_val_batches=0)
+    with pytest.raises(ValueError, match=r"batch\[1\] has 5 rows .* In batches before"):
+        run.fit(module)
+
+
+class LogsNumbers(models.Language):
+    """Logs a number that float32 would round."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("share", 0.1)
+        return self.loss(batch)
+
+
+def test_numbers_are_logged_in_the_type_of_the_step() -> None:
+    strategy = GPipeStrategy(3, step="micro-batch")
+    run = trainer(devices=1, strategy=strategy, max_steps=1, precision="64-true")
+    run.fit(LogsNumbers())
+    assert run.callback_metrics["share"].dtype == torch.float64
+    assert float(run.callback_metrics["share"]) == 0.1
+
+
 class Reads(models.Language):
     """Reads a value in the step that another stage has."""
 

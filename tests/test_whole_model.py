@@ -132,6 +132,15 @@ class TotalNorm(models.Around):
         nn.utils.clip_grads_with_norm_(self.parameters(), 0.1, total)
 
 
+class ClipsParts(models.Around):
+    """Clips layers one by one, of which a stage has none or all."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for i, layer in enumerate(self.backbone):
+            if isinstance(layer, nn.Linear):
+                nn.utils.clip_grad_value_(layer.parameters(), 0.001 * (i + 1))
+
+
 class NoOptimizer(models.Module):
     def configure_optimizers(self) -> None:  # type: ignore[override]
         return None
@@ -172,6 +181,7 @@ class TiedHead(models.Module):
 
 
 EQUAL: dict[str, tuple[type[models.Module], dict[str, Any]]] = {
+    "clipping of parts by value": (ClipsParts, {}),
     "a copy made before the backbone's first call": (Snapshot, {}),
     "a copy made before the run": (Before, {}),
     "a gradient replaced between two backwards": (Manual, {}),

@@ -181,15 +181,9 @@ class PipelinedModule:
         scale: float,
         synchronize: bool,
     ) -> Weighting:
-        """Run a mini-batch's steps with their backwards. Collective over the pipeline.
+        """Run a mini-batch's steps with their backwards, as :meth:`run_steps`. Collective.
 
-        Args:
-            key: As in :meth:`run_steps`, and so the next three.
-            sizes: See there.
-            looks: See there.
-            step: See there.
-            scale: What the losses are multiplied by.
-            synchronize: As in :meth:`backward`.
+        The losses are multiplied by ``scale``; see :meth:`backward` for ``synchronize``.
         """
         pipeline, steps = self._stepping()
         with pipeline.stepping(synchronize) as stepping:
@@ -240,6 +234,11 @@ class PipelinedModule:
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a whole optimizer's state dict that this rank holds."""
         return self._state.own_optimizer_state(optimizer, state)
+
+    def cut_unbuilt(self) -> None:
+        """Cut what no rank has built, at the end of a run without a step. Collective."""
+        if isinstance(self._state, Uncut) and self.is_lazy and self.groups.stages > 1:
+            self._cut(None, self._context(run_layer))
 
     def close(self, restore: bool) -> None:
         """Give the module back.

@@ -91,6 +91,10 @@ class Surroundings:
     trial: Trial
     watch: Stopwatch
 
+    def cut_by(self, sample: Any) -> Surroundings:
+        """The same, with nothing that goes by the backbone's input where there is none."""
+        return self if sample is not None else replace(self, settings=self.settings.without_input())
+
 
 @dataclass(frozen=True, slots=True)
 class Stepping:

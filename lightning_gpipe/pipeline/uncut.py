@@ -186,18 +186,17 @@ class Uncut:
         """Cut the module into stages. Collective over all ranks.
 
         Args:
-            sample: The backbone's input, where the balance needs it.
+            sample: The backbone's input; None: there is none, and nothing goes by it.
             context: What surrounds the call of the backbone.
         """
-        # this may run in a user's evaluation step: the tensors made here must be ordinary ones all
-        # the same
+        # in a user's evaluation step, too, the tensors made here must be ordinary ones
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             torch.autocast("cpu", enabled=False),
             own_state_kept(self.module),
         ):
-            around, groups = self.surroundings, self.surroundings.groups
+            around, groups = self.surroundings.cut_by(sample), self.surroundings.groups
             for layer in self.layers:
                 self.redirections.remove(layer)
             fitted = groups.decide(

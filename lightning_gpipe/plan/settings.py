@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -83,6 +83,11 @@ class Settings:
         """Whether the cut, or what is re-materialized, depends on the backbone's input."""
         by_layers = self.balance != "params" and self.sizes is None
         return by_layers or self.memory_limit is not None or self.checkpoint == "auto"
+
+    def without_input(self) -> Settings:
+        """The same, with what doesn't depend on the backbone's input."""
+        balance = self.balance if self.sizes is not None else "params"
+        return replace(self, balance=balance, memory_limit=None, checkpoint=self.recomputing)
 
     def for_loggers(self) -> dict[str, Any]:
         """What was chosen, beside the numbers of stages and micro-batches."""

@@ -54,6 +54,17 @@ class OptimizerStates:
         if self._waiting is not None:
             self.load(*self._waiting)
 
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's, with what waits for the cut on the first rank. Collective."""
+        state = self._pipeline.optimizer_state_dict(optimizer)
+        if self._waiting is None or not self._pipeline.groups.is_first_of_all:
+            return state
+        for found, loaded in zip(*self._waiting, strict=False):
+            if found is optimizer and "state" in loaded:
+                held = loaded["state"]
+                return {**state, "state": held.whole() if isinstance(held, Stored) else held}
+        return state
+
     def _own(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """This stage's part; copies of what is mapped from a file, which may be replaced."""
         own = self._pipeline.own_optimizer_state(optimizer, state)

@@ -194,6 +194,11 @@ TOTAL_NORM = Function(
     "_get_total_norm",
     "the norm of one stage's gradients isn't the model's",
 )
+CLIPPED_GROUPS = Target(
+    "torch.nn.utils.clip_grad",
+    "_group_tensors_by_device_and_dtype",
+    "a stage may hold none of the parameters whose gradients are clipped by value",
+)
 ASYNC_REMOVE = Target(
     "lightning.pytorch.plugins.io.AsyncCheckpointIO",
     "remove_checkpoint",
@@ -284,6 +289,7 @@ TARGETS = (
     CLIP_BY_VALUE,
     UNSCALE,
     TOTAL_NORM,
+    CLIPPED_GROUPS,
     ASYNC_REMOVE,
     SAVE_ON_EXCEPTION,
     LOG_GRAPH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,16 @@ def over_stages(
         if groups.stages > 1:
             total_norm = partial(_total_norm, module, owner, groups)
             undo.enter_context(patches.TOTAL_NORM.replaced(total_norm))
+            grouped = partial(_grouped, patches.CLIPPED_GROUPS.current())
+            undo.enter_context(patches.CLIPPED_GROUPS.replaced(grouped))
         yield
+
+
+def _grouped(
+    group: Callable[..., dict[Any, Any]], lists: Sequence[Sequence[Any]], *options: Any
+) -> dict[Any, Any]:
+    """Tensors by device and type; PyTorch's function refuses to group none."""
+    return group(lists, *options) if all(lists) else {}
 
 
 @torch.no_grad()

@@ -165,11 +165,10 @@ class Run:
         return NoneType, ()
 
     def close(self) -> Parts | None:
-        """Give the user the whole module back in host memory, on every rank, but after an error.
-
-        Returns:
-            What each rank holds, if it goes on holding its part instead.
-        """
+        """Give the module back; returns what each rank goes on holding, if it doesn't get all."""
+        with self._guarded():
+            if self._can_restore():
+                self.pipeline.cut_unbuilt()
         parts = self.pipeline.parts
         with self._guarded():
             self._undo.close()
@@ -300,7 +299,7 @@ class Run:
         """An optimizer's state, in the same way. Collective."""
         if not self.can_gather():
             return optimizer.state_dict()
-        return self.pipeline.optimizer_state_dict(optimizer)
+        return self.optimizer_states.state_dict(optimizer)
 
 
 @contextmanager
