@@ -436,6 +436,26 @@ def test_parts_of_a_batch_that_differ_once_are_refused() -> None:
         run.fit(module)
 
 
+class LogsByConstant(models.Language):
+    """Says how large its batches are, as the loader makes them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=7)
+        return loss
+
+
+def test_a_loader_s_batch_size_weighs_by_samples() -> None:
+    values = []
+    for strategy in "auto", GPipeStrategy(3, step="micro-batch"):  # of 3, 2 and 2 samples
+        torch.manual_seed(2)
+        module = LogsByConstant()
+        run = trainer(devices=1, strategy=strategy, max_steps=1)
+        run.fit(module, DataLoader(module.data(), batch_size=7))
+        values.append(run.callback_metrics["loss"])
+    torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)
+
+
 class LogsNumbers(models.Language):
     """Logs a number that float32 would round."""
 

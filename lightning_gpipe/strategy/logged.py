@@ -73,28 +73,31 @@ class StepLog:
         entry = _Entry(self._micro_batch, value, bound, source)
         self._entries.setdefault((name, count), []).append(entry)
 
-    def replay(self, log: Any, weights: Sequence[float]) -> None:
+    def replay(self, log: Any, weights: Sequence[float], samples: Sequence[int]) -> None:
         """Log what was noted, once.
 
         Args:
             log: ``self.log`` of the module.
             weights: How much each micro-batch counts, where the call doesn't say its batch size.
+            samples: How many each has: by these it counts where the call says the same for all.
         """
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._default_dtype)
         try:
-            self._replay(log, weights)
+            self._replay(log, weights, samples)
         finally:
             torch.set_default_dtype(before)
 
-    def _replay(self, log: Any, weights: Sequence[float]) -> None:
+    def _replay(self, log: Any, weights: Sequence[float], samples: Sequence[int]) -> None:
         for (name, _), entries in self._entries.items():
             options = dict(entries[0].options)
             counts = [weights[entry.micro_batch] for entry in entries]
             sizes: list[Any] = [entry.options.get("batch_size") for entry in entries]
             if None not in sizes:
-                counts = [float(size) for size in sizes]
-                options["batch_size"] = int(sum(counts))
+                options["batch_size"] = int(sum(map(float, sizes)))
+                is_one = len(set(map(float, sizes))) == 1  # a loader's batch size, for instance
+                said = [samples[entry.micro_batch] for entry in entries] if is_one else sizes
+                counts = [float(size) for size in said]
             value = self._of_metric(entries)
             log(name, _reduced(entries, counts) if value is None else value, **options)
 

@@ -194,13 +194,13 @@ class MicroBatchSteps:
         finally:
             self._log = None
         if result is not NotImplemented:
-            log.replay(self._trainer.lightning_module.log, [1.0])
+            log.replay(self._trainer.lightning_module.log, [1.0], [1])
         return result
 
     def _told(self, steps: _MiniBatch, sizes: Sequence[int], weights: Sequence[float]) -> Any:
         """Log what the steps have logged, and merge what they have returned."""
         with torch.no_grad():
-            steps.log.replay(self._trainer.lightning_module.log, weights)
+            steps.log.replay(self._trainer.lightning_module.log, weights, steps.sizes)
             results = steps.results
             if isinstance(results[0], Mapping) and "loss" in results[0]:
                 loss = weighted_mean([result["loss"] for result in results], weights)
