@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
@@ -360,3 +361,19 @@ def test_a_checkpoint_on_an_exception_does_not_hang(tmp_path: Any) -> None:
     with pytest.raises(RankError, match="the disk is full"):
         run_ranks(fail_with_a_checkpoint, 2, str(tmp_path), timeout_s=30)
     assert not list(tmp_path.iterdir())
+
+
+class Edges(nn.Module):
+    """Adds up neighbours, as layers for graphs do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[torch.full((len(x),), 7)]
+
+
+def test_indices_of_the_mini_batch_are_explained() -> None:
+    module = models.Module()
+    module.backbone.append(Edges())
+    batches = DataLoader(module.train_dataloader().dataset, batch_size=8)
+    with pytest.raises(IndexError) as found:
+        train(module, batches, devices=1, strategy=GPipeStrategy(4), max_steps=1)
+    assert "indices of rows of the mini-batch" in "".join(found.value.__notes__)

@@ -302,7 +302,8 @@ class Stage:
             if "support saved tensor hooks" in str(error):  # torch.func's
                 raise RuntimeError(f"{error} {_KEEP_ALL}") from error
             where = f"layer {index} ({type(layer).__name__}) of the backbone"
-            add_note(error, f"In {where}, micro-batch {m}.")
+            hint = _SPLIT if isinstance(error, IndexError) else ""
+            add_note(error, f"In {where}, micro-batch {m}.{hint}")
             raise
         if looks:
             randomness.look_at_all(base)
@@ -351,6 +352,10 @@ def _marks(inputs: Tree) -> list[Any]:
     return [leaf.tolist() if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
+_SPLIT = (
+    " Layers get micro-batches: indices of rows of the mini-batch, such as a graph's edges, don't"
+    " fit them."
+)
 _KEEP_ALL = (
     "The forward of a micro-batch whose activations are re-materialized keeps none of them, so"
     " that isn't possible: use GPipeStrategy(checkpoint='never')."
