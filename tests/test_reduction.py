@@ -117,6 +117,7 @@ MEANS: dict[str, Any] = {
     "of two views again": lambda _, x, y: (
         F.mse_loss(*torch.cat([x, 2 * x]).chunk(2)) + torch.cat([x, x])[: len(x)].mean()
     ),
+    "of products": lambda _, x, y: each(x, y) @ x[:, 0].sigmoid() / len(x),
     "of several tasks": lambda m, x, y: (
         torch.stack([F.cross_entropy((i + 1) * x, y) for i in range(4)])  # as many as samples
         * torch.exp(-m.net[2].bias[:4])

@@ -239,7 +239,8 @@ def _curved(node: Any, samples: int, of_output: Collection[Any], late: Collectio
         name = scalar.name().partition("Backward")[0]
         theirs = [following in of_output for following, _ in scalar.next_functions]
         is_quotient = name == "Div" and len(theirs) == 2 and theirs[1]
-        is_product = name in ("Dot", "Mul", "Mv") and sum(theirs) == 2
+        pairs = ("Dot", "Mul", "Mv") if scalar in late else ("Mul",)  # others sum samples up
+        is_product = name in pairs and sum(theirs) == 2
         if is_quotient or is_product or (name in _CURVED and any(theirs)):
             reductions = [
                 node
