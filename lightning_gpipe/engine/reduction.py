@@ -362,7 +362,8 @@ def _is_scalar(node: Any) -> bool:
 
 
 def _has_no_dimension(node: Any) -> bool:
-    return _is_scalar(node) and not any(kind.shape for kind in getattr(node, "_input_metadata", ()))
+    made = getattr(node, "_input_metadata", ())
+    return bool(made) and _is_scalar(node) and not any(kind.shape for kind in made)
 
 
 def _differ(counts: Sequence[Sequence[float]], sizes: Sequence[int]) -> bool:

@@ -25,15 +25,17 @@ def _parent_of(said: str) -> int | None:
     Args:
         said: Which it is, by its own account; other processes inherit that.
     """
-    if not said.isdecimal() or int(said) == os.getppid():
-        return int(said or 0) or None
-    try:
-        os.kill(int(said), 0)
-    except ProcessLookupError:
-        return int(said)
-    except OSError:
-        pass
-    return None
+    if not said.isdecimal():
+        return None
+    if int(said) != os.getppid():
+        try:
+            os.kill(int(said), 0)
+        except ProcessLookupError:
+            return int(said)  # it is gone
+        except OSError:
+            pass
+        return None
+    return int(said)
 
 
 #: The process of local rank 0, in those that it has started.

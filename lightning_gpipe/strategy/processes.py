@@ -187,7 +187,7 @@ class ProcessesStrategy(PlacedStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if name == "run-stage":  # Lightning has its handlers installed, and loads data next
-            self._take_signals()
+            self._connected.take_signals()
         if not self.is_interrupted:
             world.barrier(self.root_device)
 

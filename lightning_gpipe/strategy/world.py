@@ -253,19 +253,22 @@ class World:
         """Whether the run ends by Ctrl-C, and all ranks have saved before."""
         return self._on_interrupt is not None and self._on_interrupt.has_saved
 
-    def take_signals(self, callbacks: Iterable[Any]) -> None:
+    def take_signals(self, callbacks: Iterable[Any] | None = None) -> None:
         """Take the place of Lightning's handlers, which it has just installed.
 
         One process has nobody who waits for it: Lightning's own do then.
 
         Args:
-            callbacks: The Trainer's.
+            callbacks: The Trainer's; None: steps don't begin yet, for the end of which Ctrl-C could
+                wait.
         """
         if self._layout.world_size == 1:
             return
         self._on_sigterm.install()
         if self._requeue is not None:
             self._requeue.install()
+        if callbacks is None:
+            return
         if self._on_interrupt is None:
             self._on_interrupt = SaveOnInterrupt(callbacks, rank_zero_info)
         self._on_interrupt.install()
