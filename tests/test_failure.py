@@ -142,11 +142,9 @@ def sigterm_early(folder: Path) -> None:
 
 def test_sigterm_while_data_is_prepared_ends_all(tmp_path: Path) -> None:
     """Lightning's handler would wait there for the other ranks, which wait for this one."""
-    start = time.monotonic()
     for process in start_ranks(sigterm_early, 2, tmp_path, tmp_path):
         process.join(60)
         assert process.exitcode not in (0, None)
-    assert time.monotonic() - start < LIMIT_S
     for rank in range(2):
         assert "SIGTERM was received" in (tmp_path / str(rank)).read_text()
 

@@ -41,10 +41,9 @@ class _Seen:
 
     Args:
         counts: The numbers that means and quotients divide by.
-        divisors: Those that anything else is divided by.
+        divisors: Those that anything else is divided by, samples too.
         shares: Those that sums over samples are divided by, for each element of a sample.
         weights: Of classes.
-        scales: Those that samples are divided by.
         is_normalised: Whether it uses numbers with a mean of 0 or 1.
     """
 
@@ -52,7 +51,6 @@ class _Seen:
     divisors: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
     is_normalised: bool = False
 
 
@@ -90,12 +88,12 @@ class Reductions:
             return
         self._seen[m] = seen = _Seen()
         of_output = _made_of(self.root, loss.grad_fn)
-        late = of_scalars(of_output)
+        late = _of_scalars(of_output)
         for node, of_samples in _reductions(loss.grad_fn, samples, seen, late):
             if of_samples and node in of_output:
                 self._has_sum = True
         seen.weights = [w for node in of_output if (w := class_weights(node)) is not None]
-        seen.scales = divisors_of(of_output)
+        seen.divisors += divisors_of(of_output)
         seen.is_normalised = any(is_normalised(node, samples) for node in of_output)
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output, late)
@@ -137,10 +135,7 @@ class Reductions:
                 " GPipeStrategy(step='mini-batch').",
                 stacklevel=2,
             )
-        elif any(
-            _differ(numbers, [1] * len(seen))
-            for numbers in ([each.divisors for each in seen], [each.scales for each in seen])
-        ):
+        elif _differ([each.divisors for each in seen], [1] * len(seen)):
             warnings.warn(
                 "The loss is divided by another number in each micro-batch, as by one that is"
                 " computed from its samples. With step='micro-batch' it becomes the mean of the"
@@ -199,7 +194,7 @@ def _made_of(leaf: Tensor, node: Any) -> set[Any]:
     return theirs
 
 
-def of_scalars(of_output: Collection[Any]) -> set[Any]:
+def _of_scalars(of_output: Collection[Any]) -> set[Any]:
     """The nodes that compute with scalars alone, as with several losses that were stacked.
 
     Args:
