@@ -73,9 +73,9 @@ def both(step: Callable[..., Any], micro_batches: int = 2) -> tuple[list[Stage],
             results[stage.index].append(stage.run(step, m, crossing))
     first, last = stages
     assert first.trace.mark == last.trace.mark, "the same functions in the same order"
-    told = {**first.trace.left(), **last.trace.left()}
+    told = {**first.trace.values.left(), **last.trace.values.left()}
     for stage in stages:
-        stage.trace.tell(told)
+        stage.trace.values.tell(told)
     for stage in stages:
         stage.trace.forget()
     return stages, results
@@ -182,6 +182,6 @@ def test_a_step_that_runs_otherwise_is_noticed() -> None:
 
 def test_nothing_is_kept_of_what_is_gone() -> None:
     (first, last), results = both(step)
-    assert not first.trace._made
-    assert not last.trace._made
+    assert not first.trace.values._made
+    assert not last.trace.values._made
     del results

@@ -12,6 +12,7 @@ from torch.backends import cuda, cudnn
 
 from lightning_gpipe.model.redirect import refuse_checkpointed
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.default_type import default_dtype
 
 #: What tells whether kernels may run, and what allows them.
 _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...] = (
@@ -69,8 +70,7 @@ class Rounding:
                 if allowed() != value:
                     stack.callback(allow, allowed())
                     allow(value)
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self.default_dtype)
+            stack.enter_context(default_dtype(self.default_dtype))
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(

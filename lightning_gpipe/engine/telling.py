@@ -34,7 +34,7 @@ class _Told(NamedTuple):
     def of(cls, trace: StepTrace) -> _Told:
         """What is left of the values that this rank tells."""
         single, alike = dict[Number, Tensor](), defaultdict[Any, dict[Number, Tensor]](dict)
-        for number, value in trace.left().items():
+        for number, value in trace.values.left().items():
             is_plain = type(value) is Tensor and value.ndim == 0 and not value.is_quantized
             (alike[value.dtype, value.device] if is_plain else single)[number] = value
         scalars = [([*found], torch.stack([*found.values()])) for found in alike.values()]
@@ -111,5 +111,5 @@ def tell(running: Running, trace: StepTrace, groups: Groups) -> None:
                     " that with the backbone's output."
                 )
             if source != groups.stage:
-                trace.tell(told.values())
+                trace.values.tell(told.values())
     trace.forget()

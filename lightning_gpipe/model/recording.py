@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
+from lightning_gpipe.tensors.default_type import default_dtype
 from lightning_gpipe.tensors.random_state import preserved
 
 _HOST = torch.device("cpu")
@@ -99,12 +100,8 @@ class _Operation:
                     leaves[i].set_state(self.generator)
             torch.set_rng_state(self.generator)
         args, kwargs = tree_unflatten(leaves, self.structure)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
+        with default_dtype(self.dtype):
             return _tensors(self.function(*args, **kwargs))
-        finally:
-            torch.set_default_dtype(before)
 
 
 class Recording(TorchDispatchMode):

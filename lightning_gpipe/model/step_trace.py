@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 
 from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_mean
+from lightning_gpipe.model.numbered import Numbered
 from lightning_gpipe.model.outlines import Outlines
 from lightning_gpipe.model.remote import (
     NotHere,
@@ -38,7 +38,6 @@ from lightning_gpipe.model.remote import (
     origin_of,
     read_metadata,
     refusal,
-    set_origin,
     tensors_in,
     told,
 )
@@ -60,6 +59,8 @@ _OF = "_gpipe_of"
 #: Python asks a remote tensor on the right first, so other stages call the one for the other.
 _REFLECTED = {"gt": "lt", "ge": "le", "__gt__": "__lt__", "__ge__": "__le__"}
 _NOTHING: frozenset[int] = frozenset()
+#: Told of every function of a step: of its arguments, what it made, and whether that is all it did.
+Follow: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, bool], None]
 _KEPT = (
     "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
     " which stage {stage} alone has. Return it with the backbone's output, shape [batch, ...], and"
@@ -115,12 +116,13 @@ class StepTrace(TorchFunctionMode):
         self.stage, self.device, self._seed = stage, device, seed
         self.holders = holders
         self.micro_batch = self._calls = self._mark = 0  # whose step runs, and where it is
-        self._made: dict[Number, weakref.ref[Tensor]] = {}
+        self.values = Numbered(stage)
         self._outlines = Outlines()
         self._kept: dict[int, Tensor] = {}  # by id
         self._views = Views()
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
+        self.follow: Follow | None = None
         self.is_suspended = False
 
     @property
@@ -195,38 +197,9 @@ class StepTrace(TorchFunctionMode):
         places = [where for where in map(self._where, tensors_in(value)) if where is not None]
         return frozenset.intersection(*places) if places else None
 
-    def left(self) -> dict[Number, Tensor]:
-        """What is left of the values that this stage tells the others, by their numbers."""
-        found = {}
-        for number, made in self._made.items():
-            tensor = made()
-            origin = origin_of(tensor) if tensor is not None else None
-            if tensor is None or origin is None or origin.number != number:
-                continue
-            if min(origin.where) == self.stage and not isinstance(tensor, RemoteTensor):
-                found[number] = tensor.detach()
-        return found
-
-    def tell(self, values: Mapping[Number, Tensor]) -> None:
-        """Give remote tensors that are left the values that other stages have told."""
-        for number, value in values.items():
-            made = self._made.get(number)
-            tensor = made() if made is not None else None
-            origin = origin_of(tensor) if tensor is not None else None
-            if tensor is None or origin is None or origin.number != number:
-                continue
-            if isinstance(tensor, RemoteTensor):
-                tensor.tell(value)
-            elif self.stage not in origin.where:  # changed in place by a remote one
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    tensor.copy_(value)
-
     def forget(self) -> None:
         """Let go of a mini-batch; what was told is everywhere."""
-        for made in self._made.values():
-            if (tensor := made()) is not None:
-                set_origin(tensor, None)
-        self._made.clear()
+        self.values.clear()
         self._kept.clear()
         self._views.clear()
         self.sources.clear()
@@ -265,6 +238,8 @@ class StepTrace(TorchFunctionMode):
             self._note_all(name, tensors, result, written, where, is_a_mean)
         if where is None:
             self._views.note(func, tensors, result)
+        if self.follow is not None:
+            self.follow(func, args, kwargs, result, not written and not _may_draw(name))
         return result
 
     def _note_all(
@@ -306,8 +281,7 @@ class StepTrace(TorchFunctionMode):
         return origin.where if origin is not None else self.holders(tensor)
 
     def _note(self, tensor: Tensor, origin: Origin) -> None:
-        set_origin(tensor, origin)
-        self._made[origin.number] = weakref.ref(tensor)
+        self.values.note(tensor, origin)
         self.sources.add(min(origin.where))
 
     def _remotely(

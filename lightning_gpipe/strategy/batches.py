@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -215,7 +215,13 @@ def _rebuilt(like: Any, items: Any) -> Any:
     return type(like)(items) if not isinstance(like, Mapping) else items
 
 
-def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], what: str) -> Any:
+def merge(
+    values: Sequence[Any],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    what: str,
+    known: Callable[[Sequence[Tensor], str], Tensor | None] = lambda values, what: None,
+) -> Any:
     """What the step would have returned for the whole batch.
 
     Values per sample are put together, means taken by weight, whole numbers that differ summed.
@@ -225,6 +231,7 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
         sizes: Samples in each micro-batch.
         weights: How much each of them counts.
         what: What it is, for the error.
+        known: Gives that for a tensor if it is known otherwise.
 
     Raises:
         ValueError: If it isn't known how.
@@ -235,14 +242,15 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
     if any(type(value) is not type(first) for value in values) and not isinstance(first, Tensor):
         raise _unknown(what, "values of different types")
     if isinstance(first, Tensor):
-        return _merge_tensors(list(values), sizes, weights, what)
+        found = known(values, what)
+        return _merge_tensors(list(values), sizes, weights, what) if found is None else found
     if isinstance(first, np.ndarray):
         return _merge_arrays(values, sizes, what)
     if isinstance(first, Mapping):
         if any(value.keys() != first.keys() for value in values):
             raise _unknown(what, "mappings with different keys")
         keys = {
-            key: merge([value[key] for value in values], sizes, weights, f"{what}[{key!r}]")
+            key: merge([value[key] for value in values], sizes, weights, f"{what}[{key!r}]", known)
             for key in first
         }
         return _rebuilt(first, keys)
@@ -256,9 +264,8 @@ def merge(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
         if any(len(value) != len(first) for value in values):
             raise _unknown(what, "lists of different lengths")
         columns = zip(*values, strict=True)
-        return _rebuilt(
-            first, [merge(c, sizes, weights, f"{what}[{i}]") for i, c in enumerate(columns)]
-        )
+        merged = [merge(c, sizes, weights, f"{what}[{i}]", known) for i, c in enumerate(columns)]
+        return _rebuilt(first, merged)
     if type(first) is int:
         if list(values) == list(sizes):
             return sum(values)

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_gpipe.strategy.batches import weighted_mean
-from lightning_gpipe.strategy.step_metrics import StepMetrics
+from lightning_gpipe.strategy.metric_values import MetricValues, Recipe
+from lightning_gpipe.tensors.default_type import default_dtype
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -31,24 +31,23 @@ class _Entry:
         micro_batch: In whose step.
         value: A tensor without a graph, a number or a metric.
         options: The other arguments.
-        source: The metric that gave it; None: something else.
+        recipe: How it comes about of what metrics give; None: it has nothing to do with them.
     """
 
     micro_batch: int
     value: Any
     options: dict[str, Any]
-    source: Metric | None
+    recipe: Recipe | None
 
 
 class StepLog:
     """The calls of ``self.log`` in the steps of a mini-batch.
 
     Args:
-        metrics: The module's metrics: what they give a step is logged as they give it for the
-            mini-batch.
+        metrics: What metrics give: what is computed of that is logged as for the mini-batch.
     """
 
-    def __init__(self, metrics: StepMetrics) -> None:
+    def __init__(self, metrics: MetricValues) -> None:
         self._metrics = metrics
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
@@ -66,11 +65,11 @@ class StepLog:
         bound = _SIGNATURE.bind(module, *args, **kwargs).arguments
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
-        source = self._metrics.source_of(value)
+        recipe = self._metrics.recipe_of(value)
         if isinstance(value, Tensor):
             value = value.detach().clone()
         count = self._counts[name] = self._counts.get(name, 0) + 1
-        entry = _Entry(self._micro_batch, value, bound, source)
+        entry = _Entry(self._micro_batch, value, bound, recipe)
         self._entries.setdefault((name, count), []).append(entry)
 
     def replay(self, log: Any, weights: Sequence[float], samples: Sequence[int]) -> None:
@@ -81,12 +80,8 @@ class StepLog:
             weights: How much each micro-batch counts, where the call doesn't say its batch size.
             samples: How many each has: by these it counts where the call says the same for all.
         """
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self._default_dtype)
-        try:
+        with default_dtype(self._default_dtype):
             self._replay(log, weights, samples)
-        finally:
-            torch.set_default_dtype(before)
 
     def _replay(self, log: Any, weights: Sequence[float], samples: Sequence[int]) -> None:
         for (name, _), entries in self._entries.items():
@@ -98,15 +93,9 @@ class StepLog:
                 is_one = len(set(map(float, sizes))) == 1  # a loader's batch size, for instance
                 said = [samples[entry.micro_batch] for entry in entries] if is_one else sizes
                 counts = [float(size) for size in said]
-            value = self._of_metric(entries)
+            recipes = [entry.recipe for entry in entries]
+            value = self._metrics.of_mini_batch(recipes, f"What self.log({name!r}, ...) logs")
             log(name, _reduced(entries, counts) if value is None else value, **options)
-
-    def _of_metric(self, entries: Sequence[_Entry]) -> Any:
-        """What a metric gives for the mini-batch, if it gave all values; else None."""
-        source = entries[0].source
-        if source is None or any(entry.source is not source for entry in entries):
-            return None
-        return self._metrics.of_mini_batch(source)
 
 
 def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:

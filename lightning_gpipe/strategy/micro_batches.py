@@ -55,7 +55,7 @@ class _MiniBatch:
     results: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.log = StepLog(self.metrics)
+        self.log = StepLog(self.metrics.values)
 
     def looks(self) -> list[str]:
         """What each micro-batch looks like: the shapes of its tensors."""
@@ -187,7 +187,7 @@ class MicroBatchSteps:
 
     def _probe(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Have the module cut, if that waits for an input; see :meth:`PipelinedModule.probe`."""
-        log = StepLog(self.metrics)
+        log = StepLog(self.metrics.values)
         self._log = log
         try:
             result = self._pipeline.probe(lambda: step(batch, *rest))
@@ -199,6 +199,11 @@ class MicroBatchSteps:
 
     def _told(self, steps: _MiniBatch, sizes: Sequence[int], weights: Sequence[float]) -> Any:
         """Log what the steps have logged, and merge what they have returned."""
+        values = self.metrics.values
+
+        def of_metrics(results: Sequence[Tensor], what: str) -> Tensor | None:
+            return values.of_mini_batch(list(map(values.recipe_of, results)), what)
+
         with torch.no_grad():
             steps.log.replay(self._trainer.lightning_module.log, weights, steps.sizes)
             results = steps.results
@@ -208,12 +213,13 @@ class MicroBatchSteps:
                     {key: value for key, value in result.items() if key != "loss"}
                     for result in results
                 ]
-                merged = merge(others, sizes, weights, "What the step returned")
+                merged = merge(others, sizes, weights, "What the step returned", of_metrics)
                 given = {"weight": sum(weights)} if "weight" in results[0] else {}
                 return {"loss": loss, **merged, **given}
             if isinstance(results[0], Tensor) and results[0].ndim == 0:
-                return weighted_mean(results, weights)
-            return merge(results, sizes, weights, "What the step returned")
+                known = None if steps.trains else of_metrics(results, "What the step returned")
+                return weighted_mean(results, weights) if known is None else known
+            return merge(results, sizes, weights, "What the step returned", of_metrics)
 
     def _scale(self) -> float:
         """What the precision plugin multiplies losses by."""

@@ -14,14 +14,17 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection, MetricTracker
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_gpipe.model.redirect import Redirect
-from lightning_gpipe.model.remote import Where
+from lightning_gpipe.model.remote import Where, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
+from lightning_gpipe.strategy.metric_values import Call, MetricValues, outline_of
+from lightning_gpipe.tensors.default_type import default_dtype
 
 _Measure: TypeAlias = Metric | MetricCollection
 _FORWARD, _UPDATE, _COMPUTE = "forward", "update", "compute"
@@ -44,13 +47,14 @@ class StepMetrics:
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         # by id: the hash of a metric is that of its state
         self._sources: dict[int, int] = {}  # the stage that has the state
-        self._of_mini_batch: dict[int, _Measure] = {}
-        self._forwarded: dict[int, tuple[_Measure, Where | None]] = {}
+        self._of_mini_batch: dict[Call, _Measure] = {}
+        self._forwarded: dict[Call, tuple[_Measure, Where | None]] = {}
+        self._calls: dict[tuple[int, int], int] = {}  # of which, and in which micro-batch
+        self._outlines: dict[int, Any] = {}  # what each gives, on the meta device
+        self._default_dtype = torch.get_default_dtype()
         self._aggregates = Aggregates()
-        # what metrics gave the steps of the mini-batch, by id, and the metric
-        self._given: dict[int, tuple[Any, Metric]] = {}
-        self._called: set[tuple[int, int]] = set()  # which, in which micro-batch
-        self._often: set[int] = set()  # those that were called more than once in one
+        #: What they give the steps of the mini-batch.
+        self.values = MetricValues()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -74,9 +78,8 @@ class StepMetrics:
             is_first: Whether an epoch begins with it: then hooks may have made some, too.
         """
         self._aggregates.clear()
-        self._given.clear()
-        self._called.clear()
-        self._often.clear()
+        self.values.clear()
+        self._calls.clear()
         known = {id(measure) for measure in self._measures}
         if is_first:
             self._trackers = [m for m in self._module.modules() if isinstance(m, MetricTracker)]
@@ -100,20 +103,39 @@ class StepMetrics:
             return
         for aggregate, where in self._aggregates.finish(trace, sizes, weights):
             for metric in _members(aggregate).values():
-                metric._forward_cache = _arrived(trace, metric, metric._forward_cache, where)
-        for measure, where in forwarded.values():
-            of_mini_batch = self._of_mini_batch.get(id(measure))
-            for name, metric in _members(measure).items():
-                value: Any = None
-                if where is None or trace.stage in where:
-                    own = _members(of_mini_batch)[name]
-                    own._to_sync = own.dist_sync_on_step  # as a metric's own forward does
-                    with trace.suspended():
-                        value = own.compute()
-                metric._forward_cache = _arrived(trace, metric, value, where)
+                metric._forward_cache = self._arrived(trace, metric, metric._forward_cache, where)
+        trace.follow = None
+        with default_dtype(self._default_dtype):
+            for call, (measure, where) in forwarded.items():
+                self._finish(trace, call, measure, where)
+
+    def _finish(self, trace: StepTrace, call: Call, measure: _Measure, where: Where | None) -> None:
+        """Note what a call of a metric gives for the mini-batch."""
+        of_mini_batch = self._of_mini_batch.get(call)
+        results = self._computed(trace, measure, of_mini_batch, where)
+        self.values.of_calls[call] = tensors_in(results)
+        for name, metric in _members(measure).items():
+            if metric is not measure:
+                own = None if of_mini_batch is None else _members(of_mini_batch)[name]
+                results = self._computed(trace, metric, own, where)
+            metric._forward_cache = results
+        if of_mini_batch is not None:
             with trace.suspended():
-                if of_mini_batch is not None:
-                    of_mini_batch.reset()
+                of_mini_batch.reset()
+
+    def _computed(
+        self, trace: StepTrace, measure: _Measure, own: _Measure | None, where: Where | None
+    ) -> Any:
+        """What a metric gives for the mini-batch, on every stage."""
+        value: Any = None
+        if own is not None and (where is None or trace.stage in where):
+            for metric in _parts(own):
+                if isinstance(metric, Metric):
+                    metric._to_sync = metric.dist_sync_on_step  # as its forward does
+                    metric._update_count = metric._update_count or 1  # a collection forgets some
+            with trace.suspended():
+                value = tree_map(_copied, own.compute())
+        return self._arrived(trace, measure, value, where)
 
     def share(self) -> None:
         """Let every stage have the state of all metrics. Collective over the pipeline."""
@@ -170,37 +192,28 @@ class StepMetrics:
             dtypes = [metric.dtype for metric in _members(measure).values()]
             given = torch.as_tensor(value, device=self._pipeline.groups.device)
             return {name: given.to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
-        self._forwarded[id(measure)] = measure, where
+        if any(isinstance(part, MinMaxMetric) for part in measure.modules()):
+            raise ValueError(
+                "torchmetrics' MinMaxMetric takes the extremes of what each call of it gives, and"
+                " with step='micro-batch' a mini-batch is several: call its update in the step, and"
+                " log its compute() in on_train_epoch_end, or use GPipeStrategy(step='mini-batch')."
+            )
+        step = id(measure), trace.micro_batch
+        self._calls[step] = number = self._calls.get(step, 0) + 1
+        call = id(measure), number
+        self._forwarded[call] = measure, where
+        self._default_dtype = torch.get_default_dtype()  # that of double precision, for instance
         if where is None or trace.stage in where:
             with trace.suspended():
-                if id(measure) not in self._of_mini_batch:  # what it gives may have a graph
-                    self._of_mini_batch[id(measure)] = measure.clone()
-                    self._of_mini_batch[id(measure)].reset()
+                if call not in self._of_mini_batch:  # what it gives may have a graph
+                    self._of_mini_batch[call] = measure.clone()
+                    self._of_mini_batch[call].reset()
                 value = forward(*args, **kw)
-                self._of_mini_batch[id(measure)].update(*args, **kw)
-        result = _arrived(trace, measure, value, where)
-        self._give(measure, result, trace.micro_batch)
+                self._of_mini_batch[call].update(*args, **kw)
+        result = self._arrived(trace, measure, value, where)
+        self.values.give(call, result)
+        trace.follow = self.values.follow
         return result
-
-    def _give(self, measure: _Measure, result: Any, micro_batch: int) -> None:
-        """Note what a metric gives a step."""
-        metrics = list(_members(measure).values())
-        results = list(result.values()) if isinstance(result, dict) else [result]
-        if len(metrics) == len(results):
-            self._given.update((id(r), (r, m)) for r, m in zip(results, metrics, strict=True))
-        call = id(measure), micro_batch
-        if call in self._called:
-            self._often.update(map(id, metrics))
-        self._called.add(call)
-
-    def source_of(self, value: Any) -> Metric | None:
-        """The metric that gave a step a value, as it is."""
-        given = self._given.get(id(value))
-        return given[1] if given is not None and given[0] is value else None
-
-    def of_mini_batch(self, metric: Metric) -> Any:
-        """What a metric gives for the mini-batch, once it is through; None: not known."""
-        return None if id(metric) in self._often else metric._forward_cache
 
     def _compute(self, measure: _Measure, compute: Callable[..., Any]) -> Any:
         trace = self._pipeline.step_trace
@@ -213,7 +226,7 @@ class StepMetrics:
             if trace.stage in where:
                 with trace.suspended():
                     value = compute()
-            return _arrived(trace, measure, value, where)
+            return self._arrived(trace, measure, value, where)
         for metric in _members(measure).values():
             self._share(metric)
         return compute()
@@ -232,6 +245,22 @@ class StepMetrics:
                 if isinstance(metric, Metric):
                     self._sources[id(metric)] = min(where)
         return where
+
+    def _arrived(self, trace: StepTrace, measure: _Measure, value: Any, where: Where | None) -> Any:
+        """A metric's value on every stage."""
+        if where is None:
+            return value
+        name = f"metric {type(measure).__name__}"
+        if trace.stage in where:
+            trace.made(name, tensors_in(value), where)
+            return value
+        with trace.suspended():
+            if id(measure) not in self._outlines:
+                self._outlines[id(measure)] = outline_of(measure)
+            leaves, spec = tree_flatten(self._outlines[id(measure)])
+            remotes = trace.remotes(leaves, where)
+        trace.made(name, tensors_in(remotes), where)
+        return tree_unflatten(remotes, spec)
 
     def _share(self, metric: Metric) -> None:
         """Take over a metric's state from the stage that has it. Collective over the pipeline."""
@@ -272,21 +301,5 @@ def _members(measure: _Measure | None) -> Mapping[str, Metric]:
     return {} if measure is None else {"": measure}
 
 
-def _arrived(trace: StepTrace, measure: _Measure, value: Any, where: Where | None) -> Any:
-    """A metric's value on every stage.
-
-    Stages that don't have it take it for a number, or for one of each metric of a collection.
-    """
-    if where is None:
-        return value
-    name = f"metric {type(measure).__name__}"
-    if trace.stage in where:
-        results = list(value.values()) if isinstance(value, dict) else [value]
-        trace.made(name, [t for t in results if isinstance(t, Tensor)], where)
-        return value
-    keys = list(measure.keys()) if isinstance(measure, MetricCollection) else None
-    with trace.suspended():
-        number = torch.empty((), device="meta")
-        results = [trace.remote(number, i, where) for i in range(len(keys or [""]))]
-    trace.made(name, results, where)
-    return results[0] if keys is None else dict(zip(keys, results, strict=True))
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
