@@ -96,6 +96,8 @@ def step(model: Model, backbone: Any, x: Tensor) -> dict[str, Any]:
     return {
         "loss": loss,
         "best": logits.argmax(-1).to(CPU),
+        "in host memory": logits.sum(0).cpu(),
+        "by name": logits.sum(1).to("cpu"),
         "norm": hidden.norm(),
         "rows": positions,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,25 +21,50 @@ class Numbered:
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._made: dict[Number, weakref.ref[Tensor]] = {}
+        self._kept: dict[Number, tuple[Tensor, Origin]] = {}
 
     def note(self, tensor: Tensor, origin: Origin) -> None:
         """Note a value."""
         set_origin(tensor, origin)
         self._made[origin.number] = weakref.ref(tensor)
 
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Keep a value for what comes after the steps, whatever becomes of the tensor.
+
+        Args:
+            tensor: What has been noted.
+
+        Returns:
+            The value without its graph; a remote one has it once it is told.
+        """
+        origin = origin_of(tensor)
+        if origin is None:
+            return tensor.detach().clone()
+        kept, _ = self._kept.get(origin.number, (None, None))
+        if kept is None:
+            if isinstance(tensor, RemoteTensor):
+                kept = RemoteTensor.like(tensor, tensor._gpipe_device, origin, requires_grad=False)
+            else:
+                kept = tensor.detach().clone()
+            self._kept[origin.number] = kept, origin
+        return kept
+
     def left(self) -> dict[Number, Tensor]:
         """What is left of the values that this stage tells the others."""
+        living = {n: found for n in self._made if (found := self._living(n)) is not None}
         return {
             number: tensor.detach()
-            for number in self._made
-            for tensor, origin in self._living(number)
+            for number, (tensor, origin) in {**living, **self._kept}.items()
             if min(origin.where) == self._stage and not isinstance(tensor, RemoteTensor)
         }
 
     def tell(self, values: Mapping[Number, Tensor]) -> None:
         """Give remote tensors that are left the values that other stages have told."""
         for number, value in values.items():
-            for tensor, origin in self._living(number):
+            for found in self._living(number), self._kept.get(number):
+                if found is None:
+                    continue
+                tensor, origin = found
                 if isinstance(tensor, RemoteTensor):
                     tensor.tell(value)
                 elif self._stage not in origin.where:  # changed in place by a remote one
@@ -52,11 +77,13 @@ class Numbered:
             if (tensor := made()) is not None:
                 set_origin(tensor, None)
         self._made.clear()
+        self._kept.clear()
 
-    def _living(self, number: Number) -> Iterator[tuple[Tensor, Origin]]:
+    def _living(self, number: Number) -> tuple[Tensor, Origin] | None:
         """What has a number, and where it comes from, if it is left and is still that value."""
         made = self._made.get(number)
         tensor = made() if made is not None else None
         origin = origin_of(tensor) if tensor is not None else None
-        if tensor is not None and origin is not None and origin.number == number:
-            yield tensor, origin
+        if tensor is None or origin is None or origin.number != number:
+            return None
+        return tensor, origin

@@ -203,6 +203,16 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
+def destination(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device to which a function moves its first argument; None: it does something else."""
+    if name == "cpu":
+        return torch.device("cpu")
+    given = args[1] if len(args) > 1 else kwargs.get("device")
+    if name != "to" or len(args) > 2 or not isinstance(given, (str, torch.device)):
+        return None
+    return torch.device(given) if kwargs.keys() <= {"device", "non_blocking"} else None
+
+
 _CONSTANTS = {type(None), bool, int, float, str}
 
 

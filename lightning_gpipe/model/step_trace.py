@@ -32,6 +32,7 @@ from lightning_gpipe.model.remote import (
     Origin,
     RemoteTensor,
     Where,
+    destination,
     device_of,
     is_metadata,
     name_of,
@@ -59,8 +60,11 @@ _OF = "_gpipe_of"
 #: Python asks a remote tensor on the right first, so other stages call the one for the other.
 _REFLECTED = {"gt": "lt", "ge": "le", "__gt__": "__lt__", "__ge__": "__le__"}
 _NOTHING: frozenset[int] = frozenset()
-#: Told of every function of a step: of its arguments, what it made, and whether that is all it did.
-Follow: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, bool], None]
+#: Told of every function of a step: who follows it, the function, the tensors among its arguments,
+#: all of these, its result, and whether it changes nothing and draws no random number.
+Follow: TypeAlias = Callable[
+    ["StepTrace", Any, list[Tensor], tuple[tuple[Any, ...], dict[str, Any]], Any, bool], None
+]
 _KEPT = (
     "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
     " which stage {stage} alone has. Return it with the backbone's output, shape [batch, ...], and"
@@ -239,7 +243,8 @@ class StepTrace(TorchFunctionMode):
         if where is None:
             self._views.note(func, tensors, result)
         if self.follow is not None:
-            self.follow(func, args, kwargs, result, not written and not _may_draw(name))
+            is_free = not written and not _may_draw(name)
+            self.follow(self, func, tensors, (args, kwargs), result, is_free)
         return result
 
     def _note_all(
@@ -294,6 +299,10 @@ class StepTrace(TorchFunctionMode):
         where: Where,
     ) -> Any:
         """Make what a function gives, without its values."""
+        if (goal := destination(name, args, kwargs)) is not None:
+            if device_of(inputs[0]) == goal:
+                return inputs[0]
+            func, args, kwargs = Tensor.to, (inputs[0], goal), {}
         device = next((d for d in _devices(args, kwargs) if d.type != "meta"), None)
         found = (device_of(tensor) for tensor in inputs)
         to = device or next((d for d in found if d.type != "meta"), self.device)

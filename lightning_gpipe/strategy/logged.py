@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.strategy.batches import weighted_mean
-from lightning_gpipe.strategy.metric_values import MetricValues, Recipe
+from lightning_gpipe.strategy.step_values import Recipe, StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -31,7 +31,7 @@ class _Entry:
         micro_batch: In whose step.
         value: A tensor without a graph, a number or a metric.
         options: The other arguments.
-        recipe: How it comes about of what metrics give; None: it has nothing to do with them.
+        recipe: How it comes about; None: it is a mean, or it isn't known.
     """
 
     micro_batch: int
@@ -44,11 +44,11 @@ class StepLog:
     """The calls of ``self.log`` in the steps of a mini-batch.
 
     Args:
-        metrics: What metrics give: what is computed of that is logged as for the mini-batch.
+        values: What steps make of metrics and means: that is logged as for the mini-batch.
     """
 
-    def __init__(self, metrics: MetricValues) -> None:
-        self._metrics = metrics
+    def __init__(self, values: StepValues) -> None:
+        self._values = values
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
         self._micro_batch = 0
@@ -65,7 +65,7 @@ class StepLog:
         bound = _SIGNATURE.bind(module, *args, **kwargs).arguments
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
-        recipe = self._metrics.recipe_of(value)
+        recipe = self._values.recipe_of(value)
         if isinstance(value, Tensor):
             value = value.detach().clone()
         count = self._counts[name] = self._counts.get(name, 0) + 1
@@ -93,9 +93,18 @@ class StepLog:
                 is_one = len(set(map(float, sizes))) == 1  # a loader's batch size, for instance
                 said = [samples[entry.micro_batch] for entry in entries] if is_one else sizes
                 counts = [float(size) for size in said]
-            recipes = [entry.recipe for entry in entries]
-            value = self._metrics.of_mini_batch(recipes, f"What self.log({name!r}, ...) logs")
+            value = self._of_mini_batch(name, entries, counts)
             log(name, _reduced(entries, counts) if value is None else value, **options)
+
+    def _of_mini_batch(
+        self, name: str, entries: Sequence[_Entry], counts: Sequence[float]
+    ) -> Tensor | None:
+        """What the mini-batch gives, if it is known without what was logged."""
+        recipes = [entry.recipe for entry in entries]
+        if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
+            recipes = [r if r is not None and r.is_of_metrics else None for r in recipes]
+        what = f"What self.log({name!r}, ...) logs"
+        return self._values.of_mini_batch(recipes, counts, what)
 
 
 def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
@@ -103,8 +112,9 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
     values = [entry.value for entry in entries]
     if not isinstance(values[0], (Tensor, int, float)) or len(values) == 1:
         return values[0]
-    is_mean = entries[0].options.get("reduce_fx", "mean") in ("mean", torch.mean)
-    if is_mean and all(not isinstance(v, Tensor) and v == values[0] for v in values):
+    if _takes_mean(entries[0]) and all(
+        not isinstance(v, Tensor) and v == values[0] for v in values
+    ):
         return values[0]  # a learning rate, say: no digit is lost
     reduce = entries[0].options.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
@@ -113,6 +123,11 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
         return _REDUCTIONS[name.lower()](torch.stack(tensors).flatten(), 0)
     floats = [t if t.is_floating_point() else t.to(torch.get_default_dtype()) for t in tensors]
     return weighted_mean(floats, counts)
+
+
+def _takes_mean(entry: _Entry) -> bool:
+    """Whether the mean is taken of what is logged, over steps as well."""
+    return entry.options.get("reduce_fx", "mean") in ("mean", torch.mean)
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:

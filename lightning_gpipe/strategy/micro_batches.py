@@ -64,6 +64,7 @@ class _MiniBatch:
     def run(self, m: int) -> Outcome:
         """Run the step of a micro-batch."""
         self.log.begin(m)
+        self.metrics.follow()
         result = self.step(self.parts[m], *self.rest)
         if self.trains:
             result = _with_scalar(result)
@@ -201,8 +202,8 @@ class MicroBatchSteps:
         """Log what the steps have logged, and merge what they have returned."""
         values = self.metrics.values
 
-        def of_metrics(results: Sequence[Tensor], what: str) -> Tensor | None:
-            return values.of_mini_batch(list(map(values.recipe_of, results)), what)
+        def known(results: Sequence[Tensor], what: str) -> Tensor | None:
+            return values.of_mini_batch(list(map(values.recipe_of, results)), weights, what)
 
         with torch.no_grad():
             steps.log.replay(self._trainer.lightning_module.log, weights, steps.sizes)
@@ -213,13 +214,13 @@ class MicroBatchSteps:
                     {key: value for key, value in result.items() if key != "loss"}
                     for result in results
                 ]
-                merged = merge(others, sizes, weights, "What the step returned", of_metrics)
+                merged = merge(others, sizes, weights, "What the step returned", known)
                 given = {"weight": sum(weights)} if "weight" in results[0] else {}
                 return {"loss": loss, **merged, **given}
             if isinstance(results[0], Tensor) and results[0].ndim == 0:
-                known = None if steps.trains else of_metrics(results, "What the step returned")
-                return weighted_mean(results, weights) if known is None else known
-            return merge(results, sizes, weights, "What the step returned", of_metrics)
+                value = None if steps.trains else known(results, "What the step returned")
+                return weighted_mean(results, weights) if value is None else value
+            return merge(results, sizes, weights, "What the step returned", known)
 
     def _scale(self) -> float:
         """What the precision plugin multiplies losses by."""

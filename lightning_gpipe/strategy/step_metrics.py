@@ -23,7 +23,7 @@ from lightning_gpipe.model.remote import Where, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
-from lightning_gpipe.strategy.metric_values import Call, MetricValues, outline_of
+from lightning_gpipe.strategy.step_values import Call, StepValues, outline_of
 from lightning_gpipe.tensors.default_type import default_dtype
 
 _Measure: TypeAlias = Metric | MetricCollection
@@ -53,8 +53,8 @@ class StepMetrics:
         self._outlines: dict[int, Any] = {}  # what each gives, on the meta device
         self._default_dtype = torch.get_default_dtype()
         self._aggregates = Aggregates()
-        #: What they give the steps of the mini-batch.
-        self.values = MetricValues()
+        #: What the steps of the mini-batch make of what they give, and of means.
+        self.values = StepValues()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -90,6 +90,11 @@ class StepMetrics:
             for tracker in self._trackers:
                 self._attach(m for m in _outermost(tracker) if id(m) not in known)
 
+    def follow(self) -> None:
+        """Follow the step of a micro-batch. In the step."""
+        if (trace := self._pipeline.step_trace) is not None:
+            trace.follow = self.values.follow
+
     def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
         """End the last step of a mini-batch: note what it gives. In the step.
 
@@ -101,10 +106,10 @@ class StepMetrics:
         self._forwarded = {}
         if trace is None:
             return
+        trace.follow = None
         for aggregate, where in self._aggregates.finish(trace, sizes, weights):
             for metric in _members(aggregate).values():
                 metric._forward_cache = self._arrived(trace, metric, metric._forward_cache, where)
-        trace.follow = None
         with default_dtype(self._default_dtype):
             for call, (measure, where) in forwarded.items():
                 self._finish(trace, call, measure, where)
@@ -129,12 +134,8 @@ class StepMetrics:
         """What a metric gives for the mini-batch, on every stage."""
         value: Any = None
         if own is not None and (where is None or trace.stage in where):
-            for metric in _parts(own):
-                if isinstance(metric, Metric):
-                    metric._to_sync = metric.dist_sync_on_step  # as its forward does
-                    metric._update_count = metric._update_count or 1  # a collection forgets some
             with trace.suspended():
-                value = tree_map(_copied, own.compute())
+                value = _value_of(own)
         return self._arrived(trace, measure, value, where)
 
     def share(self) -> None:
@@ -212,7 +213,6 @@ class StepMetrics:
                 self._of_mini_batch[call].update(*args, **kw)
         result = self._arrived(trace, measure, value, where)
         self.values.give(call, result)
-        trace.follow = self.values.follow
         return result
 
     def _compute(self, measure: _Measure, compute: Callable[..., Any]) -> Any:
@@ -299,6 +299,15 @@ def _members(measure: _Measure | None) -> Mapping[str, Metric]:
     if isinstance(measure, MetricCollection):
         return dict(measure.items(keep_base=True, copy_state=False))
     return {} if measure is None else {"": measure}
+
+
+def _value_of(measure: _Measure) -> Any:
+    """What a metric gives this rank for what it was given, not used by anybody else."""
+    for metric in _parts(measure):
+        if isinstance(metric, Metric):
+            metric._to_sync = metric.dist_sync_on_step  # as its forward does
+            metric._update_count = metric._update_count or 1  # a collection forgets some
+    return tree_map(_copied, measure.compute())
 
 
 def _copied(leaf: Any) -> Any:

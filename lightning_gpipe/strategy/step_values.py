@@ -1,0 +1,219 @@
+"""What the steps of a mini-batch compute of metrics and of means, for the mini-batch as a whole.
+
+A metric of a mini-batch is seldom the mean of those of its micro-batches, and the root of a mean is
+not the mean of the roots. So what steps make of what metrics give, and of means over samples, such
+as a percentage, the figure of one class or a perplexity, is computed once more, of what the
+mini-batch gives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torchmetrics import Metric, MetricCollection
+
+from lightning_gpipe.model.remote import origin_of, tensors_in
+from lightning_gpipe.model.step_trace import StepTrace
+from lightning_gpipe.strategy.batches import weighted_mean
+
+#: A metric, by id, and its how manieth call in a step it is.
+Call: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over the samples of a micro-batch.
+
+    Args:
+        value: A scalar.
+    """
+
+    value: Tensor
+    is_of_metrics = False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a metric has given.
+
+    Args:
+        call: To which call.
+        output: Its place among the tensors that the call gave.
+    """
+
+    call: Call
+    output: int
+    is_of_metrics = True
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a function has made of these.
+
+    Args:
+        function: The function.
+        args: Its positional and named arguments, with recipes for tensors.
+        output: Its place among the tensors that the function made.
+        is_of_metrics: Whether what a metric has given is among them.
+    """
+
+    function: Any
+    args: tuple[tuple[Any, ...], dict[str, Any]]
+    output: int
+    is_of_metrics: bool
+
+
+class Mixed:
+    """What is computed of what a metric has given and other tensors, or was changed in place."""
+
+    is_of_metrics = True
+
+
+#: How a value comes about.
+Recipe: TypeAlias = Mean | Given | Computed | Mixed
+_MIXED = Mixed()
+
+
+class StepValues:
+    """Values of the steps of a mini-batch that aren't means over samples."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
+        #: What the calls of metrics give for the mini-batch.
+        self.of_calls: dict[Call, Sequence[Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forget the mini-batch."""
+        self._known.clear()
+        self.of_calls.clear()
+
+    def give(self, call: Call, values: Any) -> None:
+        """Note what a metric gives a step."""
+        for i, tensor in enumerate(tensors_in(values)):
+            self._known[id(tensor)] = weakref.ref(tensor), Given(call, i)
+
+    def follow(
+        self,
+        trace: StepTrace,
+        func: Any,
+        tensors: Sequence[Tensor],
+        args: tuple[tuple[Any, ...], dict[str, Any]],
+        result: Any,
+        is_free: bool,
+    ) -> None:
+        """Note what a function of a step has made.
+
+        Args:
+            trace: Follows the step.
+            func: The function.
+            tensors: Those that it was given.
+            args: All that it was given.
+            result: What it has made.
+            is_free: Whether it does nothing else: changes no tensor, draws no random number.
+        """
+        recipes = {id(tensor): self.recipe_of(tensor) for tensor in tensors}
+        known = [recipe for recipe in recipes.values() if recipe is not None]
+        means = [t for t in tensors if recipes[id(t)] is None and _is_mean(t)]
+        if not known and not means:
+            return
+        is_of_metrics = any(recipe.is_of_metrics for recipe in known)
+        if known and not is_free:  # what is changed may be seen through other tensors
+            self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
+        made = tensors_in(result)
+        if not is_of_metrics and all(map(_is_mean, made)):
+            return
+        if is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
+            recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
+            args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), args)
+            for i, tensor in enumerate(made):
+                recipe = Computed(func, args, i, is_of_metrics)
+                self._known[id(tensor)] = weakref.ref(tensor), recipe
+        elif is_of_metrics:
+            self._known.update((id(tensor), (weakref.ref(tensor), _MIXED)) for tensor in made)
+
+    def recipe_of(self, value: Any) -> Recipe | None:
+        """How a value comes about; None: it is a mean, or it isn't known."""
+        tensor, recipe = self._known.get(id(value), (None, None))
+        return recipe if tensor is not None and tensor() is value else None
+
+    def of_mini_batch(
+        self, recipes: Sequence[Recipe | None], weights: Sequence[float], what: str
+    ) -> Tensor | None:
+        """A value for the mini-batch, once its means are told and its metrics are through.
+
+        Args:
+            recipes: How it comes about in each micro-batch.
+            weights: How much each of them counts in means.
+            what: What it is, for the warning.
+
+        Returns:
+            The value; None if it isn't known.
+        """
+        if len(recipes) == 1 or not any(recipes):
+            return None
+        if None not in recipes:
+            with suppress(LookupError):
+                value: Tensor = self._made(recipes, weights)
+                return value
+        if any(recipe is not None and recipe.is_of_metrics for recipe in recipes):
+            rank_zero_warn(
+                f"{what} is the mean over micro-batches of what a metric gives: it is computed of"
+                " other tensors, too, changed in place, or given by some micro-batches alone. Log"
+                " or return what the metric gives by itself, or use"
+                " GPipeStrategy(step='mini-batch')."
+            )
+        return None
+
+    def _made(self, recipes: Sequence[Any], weights: Sequence[float]) -> Any:
+        last = recipes[-1]
+        if any(type(recipe) is not type(last) for recipe in recipes) or last is _MIXED:
+            raise LookupError
+        if isinstance(last, Mean):
+            return weighted_mean([recipe.value for recipe in recipes], weights)
+        if isinstance(last, Given):
+            return self.of_calls[last.call][last.output].detach().clone()
+        if isinstance(last, Computed):
+            leaves, specs = zip(*(tree_flatten(recipe.args) for recipe in recipes), strict=True)
+            if any(spec != specs[-1] for spec in specs):
+                raise LookupError
+            made = [self._made(column, weights) for column in zip(*leaves, strict=True)]
+            args, kwargs = tree_unflatten(made, specs[-1])
+            return tensors_in(last.function(*args, **kwargs))[last.output]
+        if any(recipe != last for recipe in recipes):
+            raise LookupError
+        return last
+
+
+def outline_of(measure: Metric | MetricCollection) -> Any:
+    """What a metric gives, on the meta device.
+
+    It is a number, or one for each metric of a collection, where that can't be told without data.
+    """
+    own = measure.clone()
+    own.reset()
+    for part in own.modules():
+        if isinstance(part, Metric):
+            part._to_sync, part._update_count = False, 1  # or it would warn that it has no data
+    try:
+        return tree_map(_on_meta, own.compute())
+    except Exception:  # as of metrics that keep all samples
+        number = torch.empty((), device="meta")
+        return dict.fromkeys(own, number) if isinstance(own, MetricCollection) else number
+
+
+def _on_meta(leaf: Any) -> Any:
+    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _is_mean(tensor: Tensor) -> bool:
+    """Whether it is known to be a mean over samples."""
+    origin = origin_of(tensor)
+    return origin is not None and origin.is_mean and not tensor.ndim

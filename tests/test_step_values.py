@@ -1,0 +1,186 @@
+"""What steps make of metrics and of means, once per micro-batch, is that of the mini-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.wrappers import MinMaxMetric
+
+from lightning_gpipe import GPipeStrategy
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+CLASSES = 5
+
+
+class Told(L.Callback):
+    """Keeps what is logged in each step, and what steps return."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        returned = {
+            name: value.clone()
+            for name, value in outputs.items()
+            if isinstance(value, Tensor) and name != "loss"
+        }
+        self.seen.append({**trainer.callback_metrics, **returned})
+
+    def on_validation_batch_end(self, trainer: L.Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        self.seen.append({"of validation": outputs.clone()})
+
+
+class Classifier(L.LightningModule):
+    """Its steps make something of metrics and of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(*(nn.Linear(CLASSES, CLASSES) for _ in range(4)))
+        self.f1, self.often = MulticlassF1Score(CLASSES), MulticlassF1Score(CLASSES)
+        self.each = MulticlassF1Score(CLASSES, average=None)
+        self.named = torchmetrics.ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None))
+        self.several = torchmetrics.MetricCollection(
+            {
+                "f1": MulticlassF1Score(CLASSES),
+                "named": torchmetrics.ClasswiseWrapper(
+                    MulticlassAccuracy(CLASSES, average=None), prefix="class_"
+                ),
+            }
+        )
+        self.kept = torchmetrics.MetricCollection(
+            {"auroc": torchmetrics.AUROC("multiclass", num_classes=CLASSES)}
+        )
+        self.table = torchmetrics.ConfusionMatrix("multiclass", num_classes=CLASSES)
+        self.errors = torchmetrics.MeanSquaredError()
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        scores = self.backbone(inputs)
+        loss = functional.cross_entropy(scores, targets)
+        self.metrics(scores, targets)
+        self.means(scores, inputs, loss)
+        given = self.each(scores, targets)
+        return {"loss": loss, "each": given, "root": loss.sqrt()}
+
+    def metrics(self, scores: Tensor, targets: Tensor) -> None:
+        f1 = self.f1(scores, targets)
+        self.log("percent", f1 * 100, on_step=True, on_epoch=True)
+        self.log("plain", f1.detach().cpu())
+        self.log("first", self.often(scores, targets))
+        self.log("second", self.often(-scores, targets) / 2)
+        for i, value in enumerate(self.each(scores, targets)):
+            self.log(f"class {i}", value)
+        self.log_dict({f"named {name}": v for name, v in self.named(scores, targets).items()})
+        self.log_dict({f"several {n}": 2 * v for n, v in self.several(scores, targets).items()})
+        self.log("auroc", self.kept(scores.softmax(1), targets)["auroc"] + 1)
+        table = self.table(scores, targets)
+        self.log("recall", (table.diag() / table.sum(1).clamp(min=1)).mean())
+        self.log("both", torch.stack([f1, self.each(scores, targets).amax()]).mean())
+
+    def means(self, scores: Tensor, inputs: Tensor, loss: Tensor) -> None:
+        error = functional.mse_loss(scores, inputs)
+        self.log("root", error.sqrt(), on_step=True, on_epoch=True)
+        self.log("perplexity", torch.exp(loss.detach()))
+        self.log("deviation", (scores.square().mean() - scores.mean() ** 2).sqrt())
+        self.log("ratio", error / loss)
+        self.log("mixed", (self.errors(scores, inputs) + loss).sqrt())
+        self.log("sum", loss * len(scores), reduce_fx="sum")
+        total = torch.zeros(())
+        total += loss.detach()
+        self.log("after", self.f1(scores, scores.argmax(1)).sqrt())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.backbone(batch[0])
+        self.log("validated", functional.mse_loss(scores, batch[0]).sqrt())
+        found: Tensor = 10 * self.f1(scores, batch[1])
+        return found
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(12 * 2 + 9, CLASSES, generator=generator, dtype=torch.float64)
+        targets = torch.randint(0, CLASSES, (len(inputs),), generator=generator)
+        return DataLoader(TensorDataset(inputs, targets), batch_size=12)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def told(kind: type[Classifier], stages: int, virtual: int = 1, replicas: int = 1) -> Any:
+    """What a module tells; with no stages, by a plain Trainer."""
+    options: dict[str, Any] = {}
+    if stages:
+        strategy = GPipeStrategy(4, stages=stages, virtual_stages=virtual, step="micro-batch")
+        options = {"devices": stages * replicas, "strategy": strategy}
+    seen = Told()
+    run = trainer(max_epochs=2, callbacks=[seen], num_sanity_val_steps=0, **options)
+    run.fit(kind())
+    return seen.seen, dict(run.callback_metrics)
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")
+@pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (2, 2), (3, 1)])
+def test_values_are_the_mini_batchs(stages: int, virtual: int) -> None:
+    expected = told(Classifier, 0)
+    assert len(expected[1]) > 30
+    for found in run_ranks(told, stages, Classifier, stages, virtual):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class MixesIn(Classifier):
+    """Logs what can't be computed of the mini-batch's values."""
+
+    what = "largest"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        scores = self.backbone(inputs)
+        f1 = self.f1(scores, targets)
+        values = {
+            "largest": lambda: f1 + scores.amax(),
+            "changed": lambda: f1.view(1).mul_(2),
+            "some": lambda: f1 if targets[0] % 2 else torch.zeros(()),
+            "random": lambda: f1.bernoulli(),
+        }
+        value = values[self.what]()
+        self.log("value", f1 if self.what == "changed" else value)
+        return {"loss": functional.cross_entropy(scores, targets)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.backbone(batch[0])
+
+
+@pytest.mark.parametrize("what", ["largest", "changed", "some", "random"])
+def test_means_over_micro_batches_of_a_metric_are_told_of(what: str) -> None:
+    kind = type("Mixes", (MixesIn,), {"what": what})
+    with pytest.warns(UserWarning, match=r"What self.log\('value', ...\) logs is the mean over"):
+        told(kind, 1)
+
+
+class Extremes(Classifier):
+    """Has a metric that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extremes = MinMaxMetric(MulticlassF1Score(CLASSES))
+
+    def metrics(self, scores: Tensor, targets: Tensor) -> None:
+        self.extremes(scores, targets)
+
+
+def test_extremes_of_micro_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"call its update in the step"):
+        told(Extremes, 1)
