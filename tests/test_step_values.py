@@ -95,6 +95,8 @@ class Classifier(L.LightningModule):
         self.log("deviation", (scores.square().mean() - scores.mean() ** 2).sqrt())
         self.log("ratio", error / loss)
         self.log("mixed", (self.errors(scores, inputs) + loss).sqrt())
+        self.log("explained", 1 - error / inputs.square().mean())
+        self.log("relative", self.errors(scores, inputs) / inputs.abs().mean())
         self.log("sum", loss * len(scores), reduce_fx="sum")
         total = torch.zeros(())
         total += loss.detach()

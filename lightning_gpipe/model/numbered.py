@@ -51,7 +51,8 @@ class Numbered:
 
     def left(self) -> dict[Number, Tensor]:
         """What is left of the values that this stage tells the others."""
-        living = {n: found for n in self._made if (found := self._living(n)) is not None}
+        numbers = [number for number, made in self._made.items() if made() is not None]
+        living = {n: found for n in numbers if (found := self._living(n)) is not None}
         return {
             number: tensor.detach()
             for number, (tensor, origin) in {**living, **self._kept}.items()

@@ -351,6 +351,8 @@ def _apart(what: str, tensors: Iterable[Tensor], where: Callable[[Tensor], Where
     places = [sorted(found) for found in map(where, tensors) if found is not None]
     return (
         f"'{what}' takes values of which stages {places} each have one: with step='micro-batch' no"
-        " stage has both. For an L2 term over all weights use the optimizer's weight_decay; else"
+        " stage has both. For an L2 term over all weights use the optimizer's weight_decay. What"
+        " is needed on both sides of the backbone is settled in the first mini-batch: a term that"
+        " comes later must be there from then on, multiplied by 0. Else use"
         " GPipeStrategy(step='mini-batch')."
     )

@@ -23,7 +23,8 @@ from lightning_gpipe.model.remote import Where, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
-from lightning_gpipe.strategy.step_values import Call, StepValues, outline_of
+from lightning_gpipe.strategy.blank_metrics import Blanks
+from lightning_gpipe.strategy.step_values import Call, StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
 _Measure: TypeAlias = Metric | MetricCollection
@@ -50,7 +51,7 @@ class StepMetrics:
         self._of_mini_batch: dict[Call, _Measure] = {}
         self._forwarded: dict[Call, tuple[_Measure, Where | None]] = {}
         self._calls: dict[tuple[int, int], int] = {}  # of which, and in which micro-batch
-        self._outlines: dict[int, Any] = {}  # what each gives, on the meta device
+        self._blanks = Blanks()
         self._default_dtype = torch.get_default_dtype()
         self._aggregates = Aggregates()
         #: What the steps of the mini-batch make of what they give, and of means.
@@ -206,9 +207,9 @@ class StepMetrics:
         self._default_dtype = torch.get_default_dtype()  # that of double precision, for instance
         if where is None or trace.stage in where:
             with trace.suspended():
-                if call not in self._of_mini_batch:  # what it gives may have a graph
-                    self._of_mini_batch[call] = measure.clone()
-                    self._of_mini_batch[call].reset()
+                blank = self._blanks.of(measure)
+                if call not in self._of_mini_batch:
+                    self._of_mini_batch[call] = blank.clone()
                 value = forward(*args, **kw)
                 self._of_mini_batch[call].update(*args, **kw)
         result = self._arrived(trace, measure, value, where)
@@ -255,9 +256,7 @@ class StepMetrics:
             trace.made(name, tensors_in(value), where)
             return value
         with trace.suspended():
-            if id(measure) not in self._outlines:
-                self._outlines[id(measure)] = outline_of(measure)
-            leaves, spec = tree_flatten(self._outlines[id(measure)])
+            leaves, spec = tree_flatten(self._blanks.outline_of(measure))
             remotes = trace.remotes(leaves, where)
         trace.made(name, tensors_in(remotes), where)
         return tree_unflatten(remotes, spec)

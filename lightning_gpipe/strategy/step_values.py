@@ -14,13 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torchmetrics import Metric, MetricCollection
 
-from lightning_gpipe.model.remote import origin_of, tensors_in
+from lightning_gpipe.model.means import is_mean
+from lightning_gpipe.model.remote import name_of, origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.batches import weighted_mean
 
@@ -119,15 +118,19 @@ class StepValues:
             result: What it has made.
             is_free: Whether it does nothing else: changes no tensor, draws no random number.
         """
-        recipes = {id(tensor): self.recipe_of(tensor) for tensor in tensors}
+        recipes = {id(t): self.recipe_of(t) for t in tensors if id(t) in self._known}
         known = [recipe for recipe in recipes.values() if recipe is not None]
-        means = [t for t in tensors if recipes[id(t)] is None and _is_mean(t)]
-        if not known and not means:
+        if not known and _may_be_mean(result):  # as of most losses
             return
+        means = [t for t in tensors if recipes.get(id(t)) is None and _is_mean(t)]
+        if not known and not means:  # as of most functions
+            if isinstance(result, Tensor) and _is_mean_everywhere(func, tensors, args, result):
+                self._known[id(result)] = weakref.ref(result), Mean(result.detach().clone())
+            return
+        made = tensors_in(result)
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
         if known and not is_free:  # what is changed may be seen through other tensors
             self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
-        made = tensors_in(result)
         if not is_of_metrics and all(map(_is_mean, made)):
             return
         if is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
@@ -192,28 +195,19 @@ class StepValues:
         return last
 
 
-def outline_of(measure: Metric | MetricCollection) -> Any:
-    """What a metric gives, on the meta device.
-
-    It is a number, or one for each metric of a collection, where that can't be told without data.
-    """
-    own = measure.clone()
-    own.reset()
-    for part in own.modules():
-        if isinstance(part, Metric):
-            part._to_sync, part._update_count = False, 1  # or it would warn that it has no data
-    try:
-        return tree_map(_on_meta, own.compute())
-    except Exception:  # as of metrics that keep all samples
-        number = torch.empty((), device="meta")
-        return dict.fromkeys(own, number) if isinstance(own, MetricCollection) else number
-
-
-def _on_meta(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
-
-
 def _is_mean(tensor: Tensor) -> bool:
     """Whether it is known to be a mean over samples."""
-    origin = origin_of(tensor)
-    return origin is not None and origin.is_mean and not tensor.ndim
+    return _may_be_mean(tensor) and not tensor.ndim
+
+
+def _may_be_mean(value: Any) -> bool:
+    """Whether it is one if it is a scalar, which takes longer to tell."""
+    origin = origin_of(value) if isinstance(value, Tensor) else None
+    return origin is not None and origin.is_mean
+
+
+def _is_mean_everywhere(
+    func: Any, tensors: Sequence[Tensor], args: tuple[tuple[Any, ...], dict[str, Any]], made: Tensor
+) -> bool:
+    """Whether a function has made a mean that every stage has, as of the batch."""
+    return origin_of(made) is None and not made.ndim and is_mean(name_of(func), tensors, *args)
