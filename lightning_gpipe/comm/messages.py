@@ -200,7 +200,7 @@ class ObjectChannel(Peers):
 
     def _broadcast_from_here(self, kind: Kind, value: Any) -> None:
         limit = _SHARED if kind in _SHORT_LIVED and self.has_one_memory else math.inf
-        blob, tensors = packing.pack(value, self.is_in_host("cpu"), limit)
+        blob, tensors = packing.pack(value, self.is_in_host("cpu"), limit, kind == "batch")
         children = self._tree(self.index)[1]
         under_way: list[_Sent] = []
         for part in packing.frames(_KINDS.index(kind), blob):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.tensors import strides
+from lightning_gpipe.tensors.overlaps import Overlaps
 
 #: What is looked at in the memory of who sends it; in the place of a device's type.
 SHARED = "shared"
@@ -27,7 +28,10 @@ _ROOM = FRAME - _KIND_AND_LENGTH.size
 
 
 def pack(
-    value: Any, pickles_small: bool, shared_from: float = math.inf
+    value: Any,
+    pickles_small: bool,
+    shared_from: float = math.inf,
+    keeps_overlaps: bool = False,
 ) -> tuple[bytes, list[Tensor]]:
     """Pickle an object.
 
@@ -35,14 +39,21 @@ def pack(
         value: Any object that pickles.
         pickles_small: Whether small tensors in host memory are pickled.
         shared_from: Bytes from which tensors in host memory are looked at where they are.
+        keeps_overlaps: Whether tensors that have memory in common have it on the other side, too.
 
     Returns:
         The pickled object, and the tensors that travel by themselves, in order.
     """
-    file = io.BytesIO()
-    packer = _Packer(file, pickles_small, shared_from)
-    packer.dump(value)
-    return file.getvalue(), packer.tensors
+    overlaps = Overlaps()
+
+    def packed() -> tuple[bytes, list[Tensor]]:
+        file = io.BytesIO()
+        packer = _Packer(file, pickles_small, shared_from, overlaps)
+        packer.dump(value)
+        return file.getvalue(), packer.tensors
+
+    found = packed()
+    return packed() if keeps_overlaps and overlaps.find() else found
 
 
 def unpack(blob: bytes, fetch: Callable[[int, str], Tensor]) -> Any:
@@ -93,15 +104,26 @@ def host_buffer(length: int) -> Tensor:
 class _Packer(pickle.Pickler):
     """Pickles an object, setting large tensors aside."""
 
-    def __init__(self, file: io.BytesIO, pickles_small: bool, shared_from: float) -> None:
+    def __init__(
+        self, file: io.BytesIO, pickles_small: bool, shared_from: float, overlaps: Overlaps
+    ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
+        self._overlaps = overlaps
         self._pickles_small, self._shared_from = pickles_small, shared_from
         self._seen: dict[int, tuple[int, Tensor]] = {}  # by id, which a tensor kept here holds
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
+        if type(obj) is not Tensor or not strides.is_plain(obj):
             return None
+        found = self._overlaps.piece_of(obj)
+        if found is not None:
+            memory, place = found
+            return *self._told(memory), (obj.shape, obj.stride(), obj.dtype, place)
+        return *self._told(obj), None
+
+    def _told(self, obj: Tensor) -> tuple[Any, ...]:
+        """What stands for a tensor that is sent."""
         known = id(obj) in self._seen
         index, _ = self._seen.setdefault(id(obj), (len(self._seen), obj))
         data, kind = None, obj.device.type
@@ -118,6 +140,7 @@ class _Packer(pickle.Pickler):
         """Take a subclass's values out of it: pickled, they would come back on a fixed device."""
         if (
             not isinstance(obj, Tensor)
+            or type(obj) is Tensor  # sparse, say
             or type(obj).__reduce_ex__ is not Tensor.__reduce_ex__
             or type(obj).__torch_dispatch__ is not Tensor.__torch_dispatch__
         ):
@@ -141,11 +164,19 @@ class _Unpacker(pickle.Unpickler):
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: Sequence[Any]) -> Tensor:
-        index, data, shape, stride, dtype, where = pid
+        index, data, shape, stride, dtype, where, piece = pid
         if index not in self._tensors:
             if data is None:
                 part = self._fetch(strides.byte_count(shape, stride, dtype), where)
             else:
                 part = from_buffer(data)
             self._tensors[index] = strides.from_bytes(part, shape, stride, dtype)
-        return self._tensors[index]
+        found = self._tensors[index]
+        return found if piece is None else _piece(found, *piece)
+
+
+def _piece(memory: Tensor, shape: Any, stride: Any, dtype: torch.dtype, place: int) -> Tensor:
+    """A tensor in memory that others have, too."""
+    made = torch.empty(0, dtype=dtype, device=memory.device)
+    start = (memory.storage_offset() + place) // dtype.itemsize
+    return made.set_(memory.untyped_storage(), start, shape, stride)

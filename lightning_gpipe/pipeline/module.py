@@ -110,11 +110,12 @@ class PipelinedModule:
         """
         return self._state.backward(loss, retain, synchronize)
 
-    def probe(self, step: Callable[[], Any]) -> Any:
+    def probe(self, step: Callable[[], Any], given: Any) -> Any:
         """Cut the module, if that waits for an input of the backbone. Collective over all ranks.
 
         Args:
             step: Runs the user's step over a whole mini-batch, up to the backbone's call.
+            given: The mini-batch, and what else it is given.
 
         Returns:
             What the step returns, if it doesn't call the backbone; else, and where the module is
@@ -124,7 +125,7 @@ class PipelinedModule:
             return NotImplemented
         self._is_probing = True
         try:
-            found = probe(step, self.module, self._state.body, self.groups.device)
+            found = probe(step, given, self.module, self._state.body, self.groups.device)
         finally:
             self._is_probing = False
         if not isinstance(found, Reached):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import outside_buffers
+from lightning_gpipe.pipeline.contents import Contents
 from lightning_gpipe.tensors.random_state import preserved
 
 
@@ -24,20 +25,22 @@ class Reached(BaseException):
 
 
 def probe(
-    step: Callable[[], Any], module: nn.Module, body: nn.Module, device: torch.device
+    step: Callable[[], Any], given: Any, module: nn.Module, body: nn.Module, device: torch.device
 ) -> Any | Reached:
     """Run a step that ends where it calls the backbone.
 
     Args:
         step: Raises :class:`Reached` there.
+        given: What it is given.
         module: The user's module.
         body: Its backbone.
         device: Where the step computes.
 
     Returns:
-        What the step returns, or what it has reached the backbone with. Then the module is as it
-        was before.
+        What the step returns, or what it has reached the backbone with. Then the module and what
+        the step was given are as they were before.
     """
+    contents = Contents(given)
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
     kept = [(part, Attributes(part)) for part in module.modules()]
@@ -47,6 +50,7 @@ def probe(
             returned = variables.run(step)
     except Reached as reached:
         _put_back(kept, buffers, before)  # the step will run once more
+        contents.restore()
         return reached
     for variable, value in variables.items():
         if variable.get(None) is not value:

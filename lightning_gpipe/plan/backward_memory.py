@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import backward  # itself, where a run of one stage has put another in its place
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,11 +79,33 @@ class BackwardWatch:
                 del outputs, wanted
                 handles = [p.register_post_accumulate_grad_hook(_forget) for p in self._parameters]
                 live.begin()
-                backward(end)
+                differentiate(end)
                 for handle in handles:
                     handle.remove()
         self.most, self.own = live.most, live.own
         return value
+
+
+def differentiate(end: Tensor) -> None:
+    """Run a backward of tensors without values; others in its graph get no gradients.
+
+    A layer may use a weight of another module, without registering it.
+
+    Args:
+        end: A scalar.
+    """
+    leaves, seen, nodes = list[Tensor](), set[Any](), [end.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and (leaf.is_meta or isinstance(leaf, FakeTensor)):
+            leaves.append(leaf)
+    if leaves:
+        backward(end, inputs=leaves)
 
 
 class _Live(TorchDispatchMode):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import backward  # itself, where a run of one stage has put another in its place
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +22,7 @@ from lightning_gpipe.model.on_meta import (
 )
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
+from lightning_gpipe.plan.backward_memory import differentiate
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -123,7 +123,7 @@ class StepWatch(TorchDispatchMode):
             parameters: Whose gradients aren't counted.
         """
         self._mark()
-        backward(loss)
+        differentiate(loss)
         self._left_out |= self._known(p.grad for p in parameters if p.grad is not None)
         return self._found()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.model.remote import told
 
@@ -25,7 +28,7 @@ def tensors_of(value: Any) -> list[Tensor]:
         return [t for item in value.values() for t in tensors_of(item)]
     if isinstance(value, (list, tuple)):
         return [t for item in value for t in tensors_of(item)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return [t for field in fields for t in tensors_of(getattr(value, field.name))]
     return []
@@ -178,35 +181,72 @@ def _check_ragged(batch: Any) -> None:
 def _rows(value: Any, part: slice, samples: int, places: Places, *path: Any) -> Any:
     """The rows of a micro-batch; ``path`` says where in the batch the value stands."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_nested:
+            raise ValueError(
+                f"The batch has a tensor of layout {value.layout}, which step='micro-batch' can't"
+                " split. Let the loader give a tensor of shape [batch, ...], or use"
+                " GPipeStrategy(step='mini-batch')."
+            )
         is_split = value.ndim and places.tell(path, len(value), samples)
-        return value[part] if is_split else value
+        return _rows_of(value, part) if is_split else value
+    if isinstance(value, np.ndarray):
+        return value[part] if value.ndim and places.tell(path, len(value), samples) else value
     if isinstance(value, (list, tuple)):
         if _is_per_sample(value):
             return value[part] if places.tell(path, len(value), samples) else value
         items = [_rows(item, part, samples, places, *path, i) for i, item in enumerate(value)]
-        return _rebuilt(value, items)
+        return rebuilt(value, items)
     if isinstance(value, Mapping):
         rows = {key: _rows(item, part, samples, places, *path, key) for key, item in value.items()}
-        return _rebuilt(value, rows)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (field.name for field in dataclasses.fields(value) if field.init)
-        rows = {
-            name: _rows(getattr(value, name), part, samples, places, *path, name) for name in fields
-        }
-        return dataclasses.replace(value, **rows)
+        return rebuilt(value, rows)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(
+            value, lambda name, item: _rows(item, part, samples, places, *path, name)
+        )
     return value
+
+
+def _rows_of(tensor: Tensor, part: slice) -> Tensor:
+    """Some rows of a tensor, of its class.
+
+    They don't count changes of other rows, as views do: each micro-batch's step may change its own.
+    """
+    kind = type(tensor)
+    if kind is Tensor:
+        return tensor[part] if tensor.requires_grad else tensor[part].data
+    if isinstance(tensor, nn.Parameter) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor[part]
+    with torch._C.DisableTorchFunctionSubclass():
+        rows: Tensor = tensor.as_subclass(Tensor)[part].as_subclass(kind)
+    vars(rows).update(vars(tensor))
+    return rows
+
+
+def _with_fields(value: Any, change: Callable[[str, Any], Any]) -> Any:
+    """A copy of a dataclass's instance with other values; nothing else of it runs again."""
+    made = copy.copy(value)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            object.__setattr__(made, field.name, change(field.name, getattr(value, field.name)))
+    return made
 
 
 def _is_per_sample(value: Sequence[Any]) -> bool:
     if type(value) is tuple:
-        return all(isinstance(entry, (str, bytes)) for entry in value)
+        others = (Tensor, np.ndarray, list, tuple, Mapping, int, float, complex)  # a size, say
+        return not any(isinstance(entry, others) or is_dataclass(entry) for entry in value)
     return type(value) is list and not tensors_of(value)
 
 
-def _rebuilt(like: Any, items: Any) -> Any:
+def rebuilt(like: Any, items: Any) -> Any:
     """A collection of the same type."""
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*items)
+    if isinstance(like, (dict, UserDict)) and type(like) is not dict:
+        made = copy.copy(like)
+        for key, item in items.items():
+            made[key] = item
+        return made
     if isinstance(like, Mapping) and type(like) is not dict:
         try:
             return type(like)(items)  # type: ignore[call-arg]
@@ -253,7 +293,7 @@ def merge(
             key: merge([value[key] for value in values], sizes, weights, f"{what}[{key!r}]", known)
             for key in first
         }
-        return _rebuilt(first, keys)
+        return rebuilt(first, keys)
     if isinstance(first, (list, tuple)):
         per_sample = [len(value) for value in values] == list(sizes)
         if per_sample and type(first) is list:
@@ -265,7 +305,14 @@ def merge(
             raise _unknown(what, "lists of different lengths")
         columns = zip(*values, strict=True)
         merged = [merge(c, sizes, weights, f"{what}[{i}]", known) for i, c in enumerate(columns)]
-        return _rebuilt(first, merged)
+        return rebuilt(first, merged)
+    if is_dataclass(first) and not isinstance(first, type):
+        return _with_fields(
+            first,
+            lambda name, _: merge(
+                [getattr(v, name) for v in values], sizes, weights, f"{what}.{name}", known
+            ),
+        )
     if type(first) is int:
         if list(values) == list(sizes):
             return sum(values)

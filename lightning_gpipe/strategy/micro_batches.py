@@ -22,6 +22,7 @@ from lightning_gpipe.strategy.batches import (
     constant_tensor,
     head,
     merge,
+    rebuilt,
     split_batch,
     tensors_of,
     weighted_mean,
@@ -191,7 +192,7 @@ class MicroBatchSteps:
         log = StepLog(self.metrics.values)
         self._log = log
         try:
-            result = self._pipeline.probe(lambda: step(batch, *rest))
+            result = self._pipeline.probe(lambda: step(batch, *rest), (batch, rest))
         finally:
             self._log = None
         if result is not NotImplemented:
@@ -217,9 +218,8 @@ class MicroBatchSteps:
                 merged = merge(others, sizes, weights, "What the step returned", known)
                 given = {"weight": sum(weights)} if "weight" in results[0] else {}
                 return {"loss": loss, **merged, **given}
-            if isinstance(results[0], Tensor) and results[0].ndim == 0:
-                value = None if steps.trains else known(results, "What the step returned")
-                return weighted_mean(results, weights) if value is None else value
+            if steps.trains and isinstance(results[0], Tensor):
+                return weighted_mean(results, weights)
             return merge(results, sizes, weights, "What the step returned", known)
 
     def _scale(self) -> float:
@@ -270,10 +270,8 @@ def _detached(value: Any) -> Any:
     """What a step has returned without graphs."""
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_detached, value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_detached, value))
+        return rebuilt(value, list(map(_detached, value)))
     if isinstance(value, Mapping):
-        return {key: _detached(item) for key, item in value.items()}
+        return rebuilt(value, {key: _detached(item) for key, item in value.items()})
     return value

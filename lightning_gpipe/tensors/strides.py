@@ -64,6 +64,11 @@ def byte_count(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -
     return count
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory and nothing else: not sparse, nested or quantized."""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
 def copy(tensor: Tensor) -> Tensor:
     """A copy in memory of its own, with the same strides."""
     copied = tensor.clone()

@@ -14,6 +14,8 @@ from torch import Tensor
 # outputs register with.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
+from lightning_gpipe.tensors.overlaps import stretch
+
 Leaf: TypeAlias = Any
 
 
@@ -155,7 +157,7 @@ def _in_common_memory(leaves: list[Leaf]) -> tuple[int, ...]:
     tensors = [(i, t) for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.numel()]
     if len(tensors) < 2:
         return ()
-    stretches = sorted((*_stretch(t), i) for i, t in tensors if _has_memory(t))
+    stretches = sorted((*stretch(t), i) for i, t in tensors if _has_memory(t))
     found: set[int] = set()
     reach = (0, -1)  # where the stretch ends that goes furthest so far, and whose it is
     for start, end, i in stretches:
@@ -168,11 +170,3 @@ def _in_common_memory(leaves: list[Leaf]) -> tuple[int, ...]:
 def _has_memory(tensor: Tensor) -> bool:
     """Whether a tensor isn't on the meta device, and doesn't just pass for one that isn't."""
     return not tensor.is_meta and tensor.untyped_storage().device.type != "meta"
-
-
-def _stretch(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first byte to behind its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * step for size, step in steps)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()

@@ -1,0 +1,76 @@
+"""What a batch holds, to be put back after a step has changed it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_ORDERED = (list, deque)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
+
+
+class Contents:
+    """The entries of the containers in a value, and the values of tensors and arrays."""
+
+    def __init__(self, value: Any) -> None:
+        self._tensors: list[tuple[Tensor, Tensor, int]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._seen: dict[int, Any] = {}  # by id, which an object kept here holds
+        waiting = [value]
+        while waiting:
+            item = waiting.pop()
+            if not isinstance(item, _ATOMS) and id(item) not in self._seen:
+                self._seen[id(item)] = item
+                waiting += self._note(item)
+
+    def _note(self, item: Any) -> list[Any]:
+        """Note what an object holds; returns it."""
+        if isinstance(item, Tensor):
+            self._tensors.append((item, item.detach().clone(), _version_of(item)))
+            return []
+        if isinstance(item, np.ndarray):
+            self._arrays.append((item, item.copy()))
+            return []
+        held: list[Any] = []
+        if isinstance(item, (dict, set, *_ORDERED)):
+            entries = dict(item) if isinstance(item, dict) else list(item)
+            self._containers.append((item, entries))
+            held += entries.values() if isinstance(entries, dict) else entries
+        elif isinstance(item, tuple):
+            held += item
+        if is_dataclass(item) or isinstance(item, (Mapping, Sequence)):
+            held.append(getattr(item, "__dict__", None))
+        return held
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all back."""
+        for container, entries in self._containers:
+            if _ids(container) != _ids(entries):
+                container.clear()
+                put = container.extend if isinstance(container, _ORDERED) else container.update
+                put(entries)
+        for tensor, values, version in self._tensors:
+            if version != _version_of(tensor):
+                tensor.copy_(values)
+        for array, elements in self._arrays:
+            if array.flags.writeable:
+                array[...] = elements
+
+
+def _ids(entries: Any) -> list[int]:
+    """What tells entries from others."""
+    values = entries.values() if isinstance(entries, dict) else ()
+    return [*map(id, entries), *map(id, values)]
+
+
+def _version_of(tensor: Tensor) -> int:
+    """What moves when a tensor is changed in place; nothing does for one of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,283 @@
+"""Batches of all kinds: steps change them, tensors in them share memory; as without a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm import packing
+from lightning_gpipe.strategy.batches import merge
+from tests import models
+from tests.models import WIDTH
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+
+class Kind(models.Module):
+    """Batches are made of ``x`` and ``y``, and taken apart by the step."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return {"x": x, "y": y}
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["x"], batch["y"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = self.taken(batch)
+        return functional.mse_loss(self.backbone(x), y)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        rows = [torch.randn(8, WIDTH, generator=generator).double() for _ in range(6)]
+        each = [self.made(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        return DataLoader(each, batch_size=None, collate_fn=lambda batch: batch)
+
+
+class Replaces(Kind):
+    """Replaces an entry of the batch."""
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        batch["x"] = batch["x"] * 2 + 1
+        return batch["x"], batch["y"]
+
+
+class Pops(Kind):
+    """Takes entries out of the batch, and out of a list in it."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return {"x": [x], "y": y}
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["x"].pop(), batch.pop("y")
+
+
+class ChangesRows(Kind):
+    """Changes its rows in place, before the backbone gets them."""
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["x"].sub_(0.5).div_(2.0), batch["y"]
+
+
+class Overlaps(Kind):
+    """Targets are the input, one further; the loss uses both after one was changed."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        both = torch.cat([x, y], 1)
+        return {"x": both[:, :WIDTH], "y": both[:, 1 : WIDTH + 1]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch["x"], batch["y"]
+        out = self.backbone(x.clone())
+        y[y < 0] = 0.0
+        return functional.mse_loss(out * x.sign(), y)
+
+
+@dataclass
+class Pair:
+    """A batch that works when it is made."""
+
+    x: Tensor
+    y: Tensor
+    scale: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.x = self.x / 2
+
+
+class Dataclass(Kind):
+    """A dataclass with a field that isn't given, and code that runs once."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        pair = Pair(x, y)
+        pair.scale = torch.arange(8.0)[:, None]
+        return pair
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch.x * batch.scale, batch.y
+
+
+class Weights(Kind):
+    """A NumPy array with a number per sample."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return UserDict(x=x, y=y, w=np.arange(8.0))
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["x"] * torch.from_numpy(batch["w"])[:, None], batch["y"]
+
+
+class Named(Tensor):
+    """A tensor with an attribute."""
+
+    factor: float
+
+
+class Subclass(Kind):
+    """A tensor of a class of its own."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        named = x.as_subclass(Named)
+        named.factor = 3.0
+        return {"x": named, "y": y}
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["x"].as_subclass(Tensor) * getattr(batch["x"], "factor", 0.0), batch["y"]
+
+
+KINDS = (Replaces, Pops, ChangesRows, Overlaps, Dataclass, Weights, Subclass)
+
+
+def weights(kind: type[Kind], stages: int, step: Any = "mini-batch") -> dict[str, Tensor]:
+    """What a module has learnt; with no stages, by a plain Trainer."""
+    options: dict[str, Any] = {}
+    if stages:
+        options = {"devices": stages, "strategy": GPipeStrategy(4, step=step)}
+    torch.manual_seed(0)
+    module = kind().double()
+    run = trainer(max_epochs=1, limit_val_batches=0, **options)
+    run.fit(module)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_equal_a_plain_trainers(kind: type[Kind]) -> None:
+    expected = weights(kind, 0)
+    for stages, step in (1, "micro-batch"), (2, "micro-batch"), (2, "mini-batch"):
+        for found in run_ranks(weights, stages, kind, stages, step):
+            torch.testing.assert_close(found, expected)
+
+
+class Sparse(Kind):
+    """A sparse batch."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return {"x": x.to_sparse(), "y": y}
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["x"].to_dense(), batch["y"]
+
+
+def test_sparse_batches() -> None:
+    expected = weights(Sparse, 0)
+    for found in run_ranks(weights, 2, Sparse, 2):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo, which step='micro-batch'"):
+        weights(Sparse, 1, "micro-batch")
+
+
+def sent(value: Any) -> Any:
+    """A value as another process gets it."""
+    blob, tensors = packing.pack(value, True, keeps_overlaps=True)
+    waiting = [packing.strides.to_bytes(tensor).clone() for tensor in tensors]
+    return packing.unpack(blob, lambda length, where: waiting.pop(0))
+
+
+@pytest.mark.parametrize("count", [20, 20_000])
+def test_tensors_in_common_memory_have_it_in_common_on_the_other_side(count: int) -> None:
+    memory = torch.arange(4.0 * count)
+    whole = {
+        "all": memory[:count],
+        "part": memory[3:count:2],
+        "bits": memory[count - 2 : count + 5].view(torch.int32),
+        "apart": memory[2 * count : 3 * count],
+        "matrix": memory[2 * count : 3 * count].view(4, -1).T,
+        "negative": torch.view_as_complex(torch.ones(3, 2)).conj(),
+        "empty": memory[:0],
+    }
+    found = sent(whole)
+    for name, tensor in whole.items():
+        assert found[name].stride() == tensor.stride()
+        torch.testing.assert_close(found[name], tensor)
+    found["all"][3:] = -1.0
+    found["matrix"].zero_()
+    assert found["part"].eq(-1).all()
+    assert found["bits"][:2].view(torch.float32).eq(-1).all()
+    assert found["apart"].eq(0).all()
+    assert found["bits"][2].view(torch.float32) == count
+
+
+@dataclass
+class Result:
+    """What a step returns."""
+
+    scores: Tensor
+    loss: Tensor
+    name: str = "result"
+
+
+def test_dataclasses_are_merged_by_field() -> None:
+    parts = [Result(torch.full((2, 3), float(i)), torch.tensor(float(i))) for i in range(2)]
+    found = merge(parts, [2, 2], [2.0, 2.0], "The step's result")
+    assert (found.name, float(found.loss), found.scores[:, 0].tolist()) == (
+        "result",
+        0.5,
+        [0.0, 0.0, 1.0, 1.0],
+    )
+    assert dataclasses.astuple(parts[0])[1] == 0
+
+
+class Counts(Kind):
+    """Evaluates to a count."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.backbone(batch["x"]) > 0).sum()
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.counted = [*getattr(self, "counted", ()), outputs.clone()]
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def test_counts_of_evaluations_are_added() -> None:
+    found = []
+    for options in {}, {"strategy": GPipeStrategy(4, step="micro-batch")}:
+        torch.manual_seed(0)
+        module = Counts().double()
+        trainer(devices=1, **options).validate(module, verbose=False)
+        found.append(module.counted)
+    torch.testing.assert_close(*found)
+
+
+class Holds(nn.Module):
+    """Uses a weight of another layer, which it doesn't register."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.held = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.held[0].weight)
+
+
+class Unregistered(Kind):
+    """The memory that layers take is found without touching weights that they don't register."""
+
+    def build(self) -> None:
+        first = nn.Linear(WIDTH, WIDTH)
+        self.backbone = nn.Sequential(first, nn.Tanh(), Holds(first))
+
+
+def test_a_weight_that_a_layer_does_not_register_keeps_its_gradient() -> None:
+    torch.testing.assert_close(weights(Unregistered, 1, "micro-batch"), weights(Unregistered, 0))
+
+
+class Expanded(Kind):
+    """A tensor that overlaps itself can't be written, and needn't be."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return {"x": x[:, :1].expand(-1, WIDTH), "y": y}
+
+
+def test_a_tensor_that_overlaps_itself() -> None:
+    torch.testing.assert_close(weights(Expanded, 1, "micro-batch"), weights(Expanded, 0))
