@@ -62,6 +62,28 @@ def told(reduce: Any, is_padded: bool = False, step: Any = "micro-batch", **opti
     return "".join(texts)
 
 
+def later(change: Any) -> Callable[[L.LightningModule, Tensor, Tensor], Any]:
+    """A mean over samples, which something changes from the third mini-batch on."""
+
+    def reduce(module: L.LightningModule, x: Tensor, y: Tensor) -> Any:
+        return change(x, y) if module.trainer.global_step >= 2 else F.cross_entropy(x, y)
+
+    return reduce
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum"), "a sum over samples"),
+        (lambda x, y: F.cross_entropy(x, y) + (x @ x.T).exp().mean(), "isn't a mean over samples"),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=int(y[0])), "different numbers"),
+    ],
+)
+def test_losses_that_change_later_are_told_of(change: Any, text: str) -> None:
+    assert text in told(later(change), max_epochs=5)
+    assert told(later(F.cross_entropy), max_epochs=5) == ""
+
+
 def normed(module: L.LightningModule, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module.norm(x), y)
 

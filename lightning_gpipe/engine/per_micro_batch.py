@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.ends import Outlines
@@ -238,7 +239,8 @@ class PerMicroBatch:
             return
         if self._groups.is_last:
             may_repeat = hooks.count() == self._hooked and not self._batch_norm.trains
-            self._reductions.look(m, running.sizes[m], outcome, may_repeat)
+            if len(running.sizes) > 1:
+                self._reductions.look(m, running.sizes[m], outcome, may_repeat)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))
 
@@ -275,8 +277,7 @@ class PerMicroBatch:
         if groups.is_first:
             running.source.give(m, given)
         name = running.names[m]
-        count = self._counts[running.kind]
-        is_looked_at = m == 0 and count & (count - 1) == 0  # the 1st, the 2nd, the 4th, ...
+        is_looked_at = m == 0 and is_due(self._counts[running.kind])
         kept = KeptTensors(self._modules) if is_looked_at else None
         with self.outside.forwards:
             for stage in self._rank.stages if m in running.plan.chained else [self._anchor]:

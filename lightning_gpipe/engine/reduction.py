@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.coupling import couples_samples
 from lightning_gpipe.engine.given import class_weights, divisors_of, is_normalised
+from lightning_gpipe.engine.loss_graph import look_of, made_of
 from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
 
 _SUM = 2  # as losses note their reductions
+_GRAPHS = 64  # that are looked at as soon as they come; more may be others every time
 #: Operations between scalars through which a sum stays one, by the names of their nodes.
 _THROUGH = (
     *("Add", "Sub", "Rsub", "Neg", "Mul", "ToCopy", "View", "Squeeze", "Unsqueeze", "Clone"),
@@ -58,8 +61,9 @@ class _Seen:
 class Reductions:
     """Warns of a loss that is a sum, a mean over different numbers of elements, or no mean.
 
-    It looks at the graphs of the first mini-batch's losses, so it knows reductions of PyTorch's own
-    losses, and sums and quotients that are written out.
+    It looks at the graphs of losses, so it knows reductions of PyTorch's own losses, and sums and
+    quotients that are written out: of all that have another graph than those before, and of those
+    of some mini-batches, since numbers may have changed.
 
     Args:
         root: The leaf behind which the graph of the backbone's output is.
@@ -72,6 +76,11 @@ class Reductions:
     _curve: str = ""  # the operation that makes it no mean
     _is_coupled: bool = False  # whether it couples samples, whatever the operation
     _seen: dict[int, _Seen] = field(default_factory=dict)  # by micro-batch
+    _count: int = 0  # of mini-batches
+    _looks: bool = False  # at this one
+    _graph: int = 0  # that of its first loss
+    _is_new: bool = False  # whether that is
+    _graphs: set[int] = field(default_factory=set)  # that were looked at
 
     def look(self, m: int, samples: int, outcome: Outcome, may_repeat: bool) -> None:
         """Look at a micro-batch's loss, before its backward.
@@ -86,8 +95,10 @@ class Reductions:
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
             return
+        if not self._is_looked_at(m, loss.grad_fn):
+            return
         self._seen[m] = seen = _Seen()
-        of_output = _made_of(self.root, loss.grad_fn)
+        of_output = made_of(self.root, loss.grad_fn)
         late = _of_scalars(of_output)
         for node, of_samples in _reductions(loss.grad_fn, samples, seen, late):
             if of_samples and node in of_output:
@@ -97,101 +108,84 @@ class Reductions:
         seen.is_normalised = any(is_normalised(node, samples) for node in of_output)
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_output, late)
-        if may_repeat and not (self._curve or self._is_coupled):  # a random order may be the same
+        # in all micro-batches, since a random order may be the same; it takes time and memory
+        if self._is_new and may_repeat and not (self._curve or self._is_coupled):
             self._is_coupled = couples_samples(loss, samples, of_output)
+
+    def _is_looked_at(self, m: int, node: Any) -> bool:
+        """Whether the losses of this mini-batch are looked at, of which one is at hand."""
+        if m == 0:
+            self._count += 1
+            self._graph = look_of(node)
+            self._is_new = self._graph not in self._graphs and len(self._graphs) < _GRAPHS
+            self._looks = self._is_new or is_due(self._count)
+        return self._looks
 
     def warn(self, running: Running) -> None:
         """Warn once, at the end of a mini-batch, where all losses were looked at."""
-        if self.is_told or len(self._seen) < len(running.sizes):
-            return
-        self.is_told = True
-        seen = [self._seen[m] for m in range(len(running.sizes))]
+        seen = [self._seen[m] for m in sorted(self._seen)]
         self._seen.clear()
-        if len(seen) == 1:
+        if self.is_told or not seen or len(seen) < len(running.sizes):
             return
+        self._graphs.add(self._graph)
+        if (problem := self._problem(seen, running)) is not None:
+            self.is_told = True
+            warnings.warn(problem, stacklevel=2)
+
+    def _problem(self, seen: Sequence[_Seen], running: Running) -> str | None:
+        """Why the mean of the micro-batches' losses may not be the mini-batch's loss."""
         is_weighted = running.weighting.is_given
         if not is_weighted and (self._has_sum or _are_shares(seen, running.sizes)):
-            warnings.warn(
+            return (
                 "The loss seems to be a sum over samples. With step='micro-batch' it becomes the"
                 f" mean of the {len(seen)} micro-batches' losses, which is 1/{len(seen)} of the"
                 " mini-batch's sum, and so do the gradients. Return a mean, or use"
-                " GPipeStrategy(step='mini-batch').",
-                stacklevel=2,
+                " GPipeStrategy(step='mini-batch')."
             )
-        elif self._curve or self._is_coupled:
+        if self._curve or self._is_coupled:
             by = f"'{self._curve}' computes it" if self._curve else "it is computed"
-            warnings.warn(
+            return (
                 f"The loss isn't a mean over samples: {by} of several samples together. With"
                 f" step='micro-batch' it becomes the mean of the {len(seen)} micro-batches'"
                 " losses, which isn't the mini-batch's, and neither are the gradients. Use"
-                " GPipeStrategy(step='mini-batch').",
-                stacklevel=2,
+                " GPipeStrategy(step='mini-batch')."
             )
-        elif not all(_are_same(seen[0].weights, each.weights) for each in seen):
-            warnings.warn(
+        if not all(_are_same(seen[0].weights, each.weights) for each in seen):
+            return (
                 "The loss's weights of classes differ from micro-batch to micro-batch, so they seem"
                 " to be computed from its samples. With step='micro-batch' no micro-batch sees the"
                 " mini-batch's. Compute them from the training data, or use"
-                " GPipeStrategy(step='mini-batch').",
-                stacklevel=2,
+                " GPipeStrategy(step='mini-batch')."
             )
-        elif _differ([each.divisors for each in seen], [1] * len(seen)):
-            warnings.warn(
+        if _differ([each.divisors for each in seen], [1] * len(seen)):
+            return (
                 "The loss is divided by another number in each micro-batch, as by one that is"
                 " computed from its samples. With step='micro-batch' it becomes the mean of the"
                 f" {len(seen)} micro-batches' quotients, which isn't the mini-batch's quotient."
-                " Use GPipeStrategy(step='mini-batch').",
-                stacklevel=2,
+                " Use GPipeStrategy(step='mini-batch')."
             )
-        elif all(each.is_normalised for each in seen):
-            warnings.warn(
+        if all(each.is_normalised for each in seen):
+            return (
                 "The loss uses numbers that have a mean of 0 or 1, or a sum of 1, in each"
                 " micro-batch, such as weights that were divided by their mean, or advantages less"
                 " their mean. In the mini-batch these would be others. Normalise them before the"
-                " step, in on_after_batch_transfer, or use GPipeStrategy(step='mini-batch').",
-                stacklevel=2,
+                " step, in on_after_batch_transfer, or use GPipeStrategy(step='mini-batch')."
             )
-        elif not is_weighted and _differ([each.counts for each in seen], running.sizes):
-            warnings.warn(
+        if not is_weighted and _differ([each.counts for each in seen], running.sizes):
+            return (
                 "The loss is a mean over different numbers of elements in different micro-batches,"
                 " such as tokens that aren't padding, or over different weights, and each"
                 ' micro-batch counts by its samples. Return {"loss": loss, "weight": the number of'
                 " elements, or the sum of their weights} from the step, so that the mini-batch's"
-                " loss is the mean over all of them.",
-                stacklevel=2,
+                " loss is the mean over all of them."
             )
+        return None
 
 
 def _are_shares(seen: Sequence[_Seen], sizes: Sequence[int]) -> bool:
     """Whether sums are divided by the number of samples of the mini-batch."""
     pairs = zip(seen, sizes, strict=True)
     return all(sum(sizes) in each.shares and size not in each.shares for each, size in pairs)
-
-
-def _made_of(leaf: Tensor, node: Any) -> set[Any]:
-    """Those of a loss's nodes that compute with a leaf.
-
-    Args:
-        leaf: The leaf.
-        node: The loss's.
-    """
-    users, seen, left, found = dict[Any, list[Any]](), {node}, [node], list[Any]()
-    while left:
-        node = left.pop()
-        if getattr(node, "variable", None) is leaf:
-            found.append(node)
-        for following, _ in node.next_functions:
-            if following is not None:
-                users.setdefault(following, []).append(node)
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
-    theirs = {*found}
-    while found:
-        fresh = {user for user in users.get(found.pop(), ()) if user not in theirs}
-        theirs |= fresh
-        found += fresh
-    return theirs
 
 
 def _of_scalars(of_output: Collection[Any]) -> set[Any]:

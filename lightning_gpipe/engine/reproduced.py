@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.tensors.tree import Tree
 
 #: How far a sum or a norm may be off, as part of the norm: kernels may round otherwise.
@@ -37,8 +38,7 @@ class Reproduced:
     def begin(self) -> dict[int, list[Tensor]] | None:
         """Begin a call that recomputes; returns where its outputs are noted, if they are."""
         self._calls += 1
-        is_due = self._calls & (self._calls - 1) == 0
-        return {} if is_due and not self._is_told else None
+        return {} if not self._is_told and is_due(self._calls) else None
 
     def compare(self, noted: list[Tensor], output: Tree) -> None:
         """Warn, once, if an output isn't that of the forward.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.layer_state import is_held, is_own, places_of, shared_places
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.partition import Partition
@@ -127,7 +128,7 @@ class SharedState:
             RuntimeError: If some stages have changed what others share, and didn't change.
         """
         self._calls, self._met = self._calls + 1, None
-        if not self._places or not _is_power_of_two(self._calls):  # all stages wait for each other
+        if not self._places or not is_due(self._calls):  # all stages wait for each other
             return
         own = [part for part, forwards in self._forwards.items() if forwards]
         flags = torch.zeros(2, len(self._places), dtype=torch.uint8, device="cpu")
@@ -169,8 +170,4 @@ _REMEDY = (
 
 def _is_looked_at(number: int) -> bool:
     """The first ones, and then less and less often."""
-    return number <= _ALWAYS or _is_power_of_two(number)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+    return number <= _ALWAYS or is_due(number)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.parameters import Slot
 
 LOSS = 1e-3  # how much losses may differ, of theirs or 1: some kernels add up in any order
@@ -43,7 +44,7 @@ class ConsistencyCheck:
             RuntimeError: With what may be the reason; on all stages.
         """
         self._backwards += 1
-        if self._groups.stages > 1 and not self._backwards & (self._backwards - 1):
+        if self._groups.stages > 1 and is_due(self._backwards):
             self._compare(loss)
 
     @torch.no_grad()
@@ -56,7 +57,8 @@ class ConsistencyCheck:
             raise RuntimeError(
                 f"The stages have different losses in the same step, from {lowest[0]:.6g} to"
                 f" {highest[0]:.6g}. The step uses what not every stage has: what layers or hooks"
-                " kept of the forward (return it with the backbone's output), or the rank."
+                " kept of the forward (return it with the backbone's output), what the reading of"
+                " data has set (the first stage alone reads), or the rank."
             )
         differ = (spread[1:] > WEIGHTS * highest[1:]).nonzero().flatten()
         if len(differ):
