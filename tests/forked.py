@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
+from torch import nn
 
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from tests.models import Around
@@ -134,8 +136,53 @@ def drawing(_: str) -> None:
     assert found[0] == found[1] == found[2] == found[3]
 
 
+class Makes(nn.Module):
+    """Makes buffers when it is called first, and gives one another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.register_buffer("shape", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+            self.register_buffer("late", self.mean + 1)
+            self.register_buffer("unsaved", self.mean + 2, persistent=False)
+            self.shape = torch.ones(5)
+        return x - self.mean
+
+
+class Centres(Around):
+    """Layers of both stages make buffers."""
+
+    def build(self) -> None:
+        super().build()
+        first, *others = self.backbone
+        self.backbone = nn.Sequential(Makes(), first, *others, Makes())
+
+
+def making(start_method: str) -> None:
+    """Buffers that layers make come back, and are saved."""
+    found = []
+    strategy: Any = GPipeStrategy(1, start_method=start_method)  # type: ignore[arg-type]
+    for options in {"devices": 1}, {"devices": 2, "strategy": strategy}:
+        run: Any = trainer(max_epochs=2, **options)
+        torch.manual_seed(3)
+        module = Centres()
+        run.fit(module)
+        found.append(dict(module.named_buffers()))
+        with tempfile.TemporaryDirectory() as folder:
+            run.save_checkpoint(f"{folder}/made.ckpt", weights_only=True)
+            if run.is_global_zero:
+                saved = torch.load(f"{folder}/made.ckpt", weights_only=True)["state_dict"]
+                torch.testing.assert_close(dict(saved), dict(module.state_dict()))
+    assert len(found[0]) == 8
+    torch.testing.assert_close(*found)
+
+
 RANDOM = "python", "numpy", "torch"
-RUNS = types, saving, tuning, predicting, drawing
+RUNS = types, saving, tuning, predicting, drawing, making
 
 if __name__ == "__main__":
     {each.__name__: each for each in RUNS}[sys.argv[1]](sys.argv[2])

@@ -206,6 +206,8 @@ def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
         ("tuning", "."),
         ("predicting", "."),
         ("drawing", "."),
+        ("making", "fork"),
+        ("making", "popen"),
     ],
 )
 def test_the_process_that_has_forked_others(what: str, argument: str, tmp_path: Path) -> None:

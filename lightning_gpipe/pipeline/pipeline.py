@@ -40,6 +40,7 @@ from lightning_gpipe.state.gather import (
     PartialStateDict,
     StageTensors,
 )
+from lightning_gpipe.state.late_buffers import share_late_buffers
 from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.optimizers import (
     adopt,
@@ -314,6 +315,8 @@ class Pipeline:
         """Bring weights and optimizers' state back to the host, the weights first. Collective."""
         optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
         self.tensors.restore(is_whole=self.lazy is None)
+        if self.lazy is None and groups.stages > 1:
+            share_late_buffers(self.module, self.placement, groups.pipeline)
         outside_to(self.module, self.body, HOST)  # also what modules such as metrics move along
         if groups.stages == 1:
             self.body.to(HOST)  # also what the user added

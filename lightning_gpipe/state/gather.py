@@ -97,7 +97,12 @@ class StageTensors:
         """
         first_name = {name: slot.names[0] for slot in self.placement.slots for name in slot.names}
         gathered: dict[str, Any] = {}
-        for key, value in state.items():
+        stage = self.placement.stage
+        late = [k for k in state if k not in first_name and self.placement.owner_of_key(k) == stage]
+        # what layers have made since the cut comes last, in the same order everywhere
+        for key in sorted({key for keys in self.channel.gather(late) for key in keys}):
+            state[key] = state.pop(key, None)
+        for key, value in [*state.items()]:
             owner = self.placement.owner_of_key(key)
             if owner:
                 name = first_name.get(key, key)

@@ -139,6 +139,8 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         extra = torch.load(worker_output.extra["file"], weights_only=False)
         returning.take_types(trainer, extra["run"]["types"])
+        shapes, weights = extra["run"]["shapes"], worker_output.weights_path
+        returning.take_new_buffers(trainer.lightning_module, shapes, weights)
         super()._recover_results_in_main_process(worker_output._replace(extra=extra), trainer)
 
     @override
@@ -152,6 +154,9 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         self.procs = []  # an earlier run's, of the process that has started this one
         if self._python is not None:
             random.setstate(self._python)
+            # PyTorch makes its threads anew after a fork when they are first asked for, and not
+            # even two threads may ask at a time
+            torch.set_num_threads(torch.get_num_threads())
         try:
             super()._wrapping_function(*args, **kwargs)
             strategy.finish()

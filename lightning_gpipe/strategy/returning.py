@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +25,7 @@ def of_run(trainer: pl.Trainer) -> dict[str, Any]:
     return {
         "figures": [monitor.figures for monitor in _monitors(trainer)],
         "types": {name: tensor.dtype for name, tensor in _tensors(module)},
+        "shapes": {name: buffer.shape for name, buffer in _buffers(module)} if is_fit else None,
         "buffers": dict(_unsaved_buffers(module)) if is_fit else {},
         "progress": _progress(trainer) if is_fit else None,
     }
@@ -44,6 +46,41 @@ def take_types(trainer: pl.Trainer, types: dict[str, torch.dtype]) -> None:
                 part.data = part.data.to(dtype)
 
 
+def take_new_buffers(
+    module: nn.Module, shapes: Mapping[str, torch.Size] | None, weights: str | Path | None
+) -> None:
+    """Give the module the buffers that it got in the run, or that have another shape now.
+
+    Args:
+        module: That of the process that has started the run.
+        shapes: Of the run's buffers, by their names; None: it was no fit.
+        weights: The file with the run's weights.
+    """
+    if shapes is None or weights is None:
+        return
+    own = {name: buffer.shape for name, buffer in _buffers(module)}
+    for name in own.keys() - shapes.keys():
+        _set(module, name, None)
+    new = {name for name, shape in shapes.items() if own.get(name) != shape}
+    if new:
+        for name, value in torch.load(weights, weights_only=False, mmap=True).items():
+            if name in new:
+                _set(module, name, value.clone())
+
+
+def _set(module: nn.Module, name: str, value: Tensor | None, is_saved: bool = True) -> None:
+    path, _, key = name.rpartition(".")
+    part = dict(module.named_modules(remove_duplicate=False)).get(path)
+    if part is not None:  # else it was built in the run
+        part._buffers[key] = value
+        if not is_saved:
+            part._non_persistent_buffers_set.add(key)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(remove_duplicate=False)
+
+
 def take(trainer: pl.Trainer, brought: dict[str, Any]) -> None:
     """Take over what a run has brought, besides types.
 
@@ -54,9 +91,11 @@ def take(trainer: pl.Trainer, brought: dict[str, Any]) -> None:
     # those that the module has configured are in the run's processes alone, behind the others
     for monitor, figures in zip(_monitors(trainer), brought["figures"], strict=False):
         monitor.figures = figures
-    own = dict(trainer.lightning_module.named_buffers(remove_duplicate=False))
+    own = dict(_buffers(trainer.lightning_module))
     for name, value in brought["buffers"].items():
-        if name in own and not own[name].is_meta:
+        if name not in own:
+            _set(trainer.lightning_module, name, value, is_saved=False)
+        elif not own[name].is_meta:
             own[name].data = value
     if brought["progress"] is not None:
         trainer.fit_loop.load_state_dict(brought["progress"])
@@ -75,7 +114,7 @@ def _monitors(trainer: pl.Trainer) -> list[PipelineMonitor]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(
         module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
+        _buffers(module),
     )
 
 

@@ -1,0 +1,59 @@
+"""Buffers that layers have made after the module was cut: their stage alone has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.state.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A buffer.
+
+    Args:
+        part: The dotted name of the module that has it.
+        key: Its name there.
+        value: In host memory.
+        is_saved: Whether state dicts have it.
+    """
+
+    part: str
+    key: str
+    value: Tensor
+    is_saved: bool
+
+
+def share_late_buffers(module: nn.Module, placement: Placement, channel: ObjectChannel) -> None:
+    """Give every stage the buffers that layers of others have made. Collective.
+
+    Args:
+        module: The user's module.
+        placement: Which stage holds what.
+        channel: The pipeline's object channel.
+    """
+    found = channel.gather([*_late(module, placement)])
+    for stage, late in enumerate(found):
+        for buffer in late if stage != channel.index else ():
+            part = module.get_submodule(buffer.part)
+            part._buffers[buffer.key] = buffer.value
+            if not buffer.is_saved:
+                part._non_persistent_buffers_set.add(buffer.key)
+
+
+def _late(module: nn.Module, placement: Placement) -> Iterator[_Late]:
+    """Those of this stage's layers."""
+    known = {(id(part), key) for slot in placement.slots for part, key in slot.places}
+    for layer, stage in placement.layers.items():
+        if stage != placement.stage:
+            continue
+        for name, part in module.get_submodule(layer).named_modules(prefix=layer):
+            for key, buffer in part._buffers.items():
+                if buffer is not None and (id(part), key) not in known:
+                    is_saved = key not in part._non_persistent_buffers_set
+                    yield _Late(name, key, buffer.detach().to(torch.device("cpu")), is_saved)
