@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.engine.micro_batch import MicroBatch
 from lightning_gpipe.engine.split import SplitBackward
 from lightning_gpipe.tensors.tree import Tree
+from tests import models
+from tests.models import WIDTH
+from tests.ranks import run_ranks
+from tests.training import trainer
 
 
 class Double(torch.autograd.Function):
@@ -132,6 +137,33 @@ def test_both_halves_give_what_the_whole_gives(case: str) -> None:
     entry = record._entry
     assert entry is not None
     assert (SplitBackward.of(nodes, entry) is not None) == can_split
+
+
+class Compiled(models.Module):
+    """Layers whose graphs give memory away in their backward."""
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+        self.backbone = nn.Sequential(*layers)
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+
+
+def compiled(stages: int) -> dict[str, Tensor]:
+    options: dict[str, Any] = {}
+    if stages:
+        options = {"devices": stages, "strategy": GPipeStrategy(4, step="micro-batch")}
+    module = Compiled()
+    trainer(max_epochs=1, **options).fit(module)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_train_with_halved_backwards() -> None:
+    expected = compiled(0)
+    for found in run_ranks(compiled, 2, 2):
+        torch.testing.assert_close(found, expected)
 
 
 def test_what_follows_of_nothing() -> None:

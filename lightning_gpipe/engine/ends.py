@@ -132,13 +132,17 @@ class Outlines(dict[str, Tree]):
         """
         tree, known = made[0], self[name]
         same = tree.spec == known.spec and all(
-            a.shape == b.shape if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+            (a.shape, a.dtype) == (b.shape, b.dtype)
+            if isinstance(a, Tensor) and isinstance(b, Tensor)
+            else a == b
             for a, b in zip(tree.leaves, known.leaves, strict=True)
         )
         if not same:
             raise RuntimeError(
-                "The backbone's output has another shape than before for a batch of the same"
-                " shapes, so other stages can't know it. Where a layer pads to what a micro-batch"
-                " needs, pad to one length before the backbone (pad_packed_sequence has"
-                " total_length); else use GPipeStrategy(step='mini-batch')."
+                "The backbone's output has another shape or type than before for a batch of the"
+                " same shapes, so other stages can't know it. Where a layer pads to what a"
+                " micro-batch needs, pad to one length before the backbone (pad_packed_sequence has"
+                " total_length). Where lengths or sizes grow in the course of training, crop the"
+                " batch in on_after_batch_transfer, not in the step. Else use"
+                " GPipeStrategy(step='mini-batch')."
             )

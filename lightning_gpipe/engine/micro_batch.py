@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_gpipe.engine.autograd import run_backward
-from lightning_gpipe.engine.split import SplitBackward, calls_backward
+from lightning_gpipe.engine.split import SplitBackward, runs_once
 from lightning_gpipe.tensors import hooks, strides
 from lightning_gpipe.tensors.tree import Tree
 
@@ -170,13 +170,14 @@ class MicroBatch:
             weights: Those that :meth:`backward_weights` gives a gradient.
 
         Returns:
-            False if the graph can't be split: where layers put hooks on tensors, or call a backward
-            in theirs, all is computed at once; else the rest takes as long as a whole backward.
+            False if the graph can't be split: where layers put hooks on tensors, call a backward in
+            theirs, or are compiled, all is computed at once; else the rest takes as long as a whole
+            backward.
         """
         edges, given = self._begin_backward(gradients, False, hand_on)
         entry, self._entry = self._entry, None
         split = None
-        if self._has_hooks or calls_backward([e.node for e in edges]):
+        if self._has_hooks or runs_once([e.node for e in edges]):
             if edges:
                 run_backward(edges, given)
             self._end_backward(hand_on)

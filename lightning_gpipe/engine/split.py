@@ -101,16 +101,18 @@ class SplitBackward:
                 )
 
 
-def calls_backward(roots: Sequence[Node]) -> bool:
-    """Whether a node of a graph runs a backward of its own, which takes no list of inputs.
+#: Nodes that run once, for all inputs: that of ``checkpoint(..., use_reentrant=True)`` calls a
+#: backward of its own; a compiled graph gives memory away that its forward has saved.
+_RUN_ONCE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 
-    That of ``torch.utils.checkpoint(..., use_reentrant=True)`` does.
-    """
+
+def runs_once(roots: Sequence[Node]) -> bool:
+    """Whether a graph has a node that can't run for some of its inputs, and later for others."""
     waiting = list(roots)
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if type(node).__name__ == "CheckpointFunctionBackward":
+        if type(node).__name__ in _RUN_ONCE:
             return True
         new = [n for n, _ in node.next_functions if n is not None and n not in seen]
         seen.update(new)

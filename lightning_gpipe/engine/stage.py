@@ -20,6 +20,7 @@ from lightning_gpipe.engine.batch_statistics import Seen
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.injected import InjectedGradients
 from lightning_gpipe.engine.layer_hooks import Hooks, LayerHooks
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
@@ -116,7 +117,7 @@ class Stage:
         self._buffers = LayerBuffers(self._modules)
         self._attributes = LayerAttributes([*self._layers.values()])
         self._hooks = LayerHooks(self._modules)
-        self._reproduced = Reproduced([*self._layers])
+        self._reproduced, self._injected = Reproduced([*self._layers]), InjectedGradients()
         self._randomness = LayerRandomness(self._layers, device, is_alone)
         self._watched, self._is_alone = watched, is_alone
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
@@ -267,6 +268,7 @@ class Stage:
             also: A scalar to run the same backward from.
         """
         with self._batch_norm.backward(call.statistics):
+            self._injected.look(call.micro_batches[m].roots or (), gradients, call.count)
             call.micro_batches[m].backward(gradients, retain, hand_on, also)
 
     def backward_input(
@@ -275,6 +277,7 @@ class Stage:
         """Run the first half of a micro-batch's backward: see :meth:`backward`."""
         weights = [p for p in self._parameters if p.requires_grad]
         with self._batch_norm.backward(call.statistics):
+            self._injected.look(call.micro_batches[m].roots or (), gradients, call.count)
             was_split = call.micro_batches[m].backward_input(gradients, hand_on, weights)
         self.cannot_split = self.cannot_split or not was_split
 
