@@ -255,8 +255,8 @@ class Loop:
             leaf.refuse()
         if isinstance(leaf, Promise):
             raise RuntimeError(
-                f"Block {index} was given the output of another block than the one before it."
-                f" {CONDITION}"
+                f"Block {index} was given the output of another block than the one before it, or"
+                f" that of this one twice: make it a module that takes it once. {CONDITION}"
             )
         if isinstance(leaf, Tensor):
             for i, known in enumerate(self.tensors):

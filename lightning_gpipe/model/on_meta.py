@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -179,6 +180,7 @@ def _attributes_kept(
             preserved(device),
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
+            _quiet(),
         ):
             warnings.simplefilter("ignore")  # the real calls warn
             with nullcontext() if place is None else place.mode:
@@ -187,6 +189,18 @@ def _attributes_kept(
         torch.backends.mha.set_fastpath_enabled(fast)
         for part, attributes in kept:
             attributes.restore(part)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch prints of operations that need values: they are told of otherwise."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class Attributes:
