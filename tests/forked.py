@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,28 +160,43 @@ class Centres(Around):
         first, *others = self.backbone
         self.backbone = nn.Sequential(Makes(), first, *others, Makes())
 
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
 
-def making(start_method: str) -> None:
-    """Buffers that layers make come back, and are saved."""
-    found = []
-    strategy: Any = GPipeStrategy(1, start_method=start_method)  # type: ignore[arg-type]
+
+def making(start_method: Any, folder: str) -> None:
+    """Buffers that layers make come back, and are saved in the run and after it."""
+    found, saved = [], Path(folder, "saved.ckpt")
+    strategy = GPipeStrategy(1, start_method=start_method)
     for options in {"devices": 1}, {"devices": 2, "strategy": strategy}:
-        run: Any = trainer(max_epochs=2, **options)
         torch.manual_seed(3)
-        module = Centres()
+        module, run = Centres(), trainer(max_epochs=2, **options)
+        module.path = str(saved)
         run.fit(module)
         found.append(dict(module.named_buffers()))
-        with tempfile.TemporaryDirectory() as folder:
-            run.save_checkpoint(f"{folder}/made.ckpt", weights_only=True)
-            if run.is_global_zero:
-                saved = torch.load(f"{folder}/made.ckpt", weights_only=True)["state_dict"]
-                torch.testing.assert_close(dict(saved), dict(module.state_dict()))
+        if run.is_global_zero:
+            keys = torch.load(saved, weights_only=True)["state_dict"].keys()
+            assert keys == module.state_dict().keys()
+        run.save_checkpoint(f"{saved}.after", weights_only=True)
+        if run.is_global_zero:
+            after = torch.load(f"{saved}.after", weights_only=True)["state_dict"]
+            torch.testing.assert_close(dict(after), dict(module.state_dict()))
     assert len(found[0]) == 8
     torch.testing.assert_close(*found)
 
 
+def made_by_fork(folder: str) -> None:
+    """See :func:`making`."""
+    making("fork", folder)
+
+
+def made_by_popen(folder: str) -> None:
+    """See :func:`making`."""
+    making("popen", folder)
+
+
 RANDOM = "python", "numpy", "torch"
-RUNS = types, saving, tuning, predicting, drawing, making
+RUNS = types, saving, tuning, predicting, drawing, made_by_fork, made_by_popen
 
 if __name__ == "__main__":
     {each.__name__: each for each in RUNS}[sys.argv[1]](sys.argv[2])

@@ -206,8 +206,8 @@ def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
         ("tuning", "."),
         ("predicting", "."),
         ("drawing", "."),
-        ("making", "fork"),
-        ("making", "popen"),
+        ("made_by_fork", "."),
+        ("made_by_popen", "."),
     ],
 )
 def test_the_process_that_has_forked_others(what: str, argument: str, tmp_path: Path) -> None:
