@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm import packing
-from lightning_gpipe.strategy.batches import merge
+from lightning_gpipe.strategy.batches import merge, split_batch
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import run_ranks
@@ -173,6 +173,25 @@ def test_sparse_batches() -> None:
         torch.testing.assert_close(found, expected)
     with pytest.raises(ValueError, match=r"layout torch\.sparse_coo, which step='micro-batch'"):
         weights(Sparse, 1, "micro-batch")
+
+
+class Constant(Kind):
+    """An array that is no samples', and as long as they are."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return {"x": x, "y": y, "w": np.arange(8.0)}
+
+
+def test_an_array_that_is_the_same_in_each_batch_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"shape \(8,\) is the same in the first two batches"):
+        weights(Constant, 1, "micro-batch")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match="has a nested tensor, which step='micro-batch' can't"):
+        split_batch({"x": nested}, 2)
 
 
 def sent(value: Any) -> Any:

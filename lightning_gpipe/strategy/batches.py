@@ -12,12 +12,23 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_gpipe.model.remote import told
 
 #: The indices, keys and names of fields that lead to something in a batch.
 KeyPath: TypeAlias = tuple[Any, ...]
 _FEW = 1 << 16  # elements of a tensor up to which all are compared
+
+
+def columns_of(value: Any) -> list[Tensor]:
+    """The tensors in a batch, and NumPy's arrays of numbers as tensors."""
+    return tensors_of(tree_map(_from_numpy, value))
+
+
+def _from_numpy(leaf: Any) -> Any:
+    is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
+    return torch.tensor(leaf, device="cpu") if is_array else leaf
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -80,10 +91,10 @@ def split_batch(
 ) -> tuple[list[Any], list[int]]:
     """Split a batch along dimension 0.
 
-    The first tensor that has a dimension tells the number of samples N. Tensors whose first
-    dimension is N are split, and so are lists of N entries without tensors, and tuples of N strings
-    (which is what ``default_collate`` makes of strings); everything else goes to every micro-batch
-    as it is.
+    The first tensor that has a dimension tells the number of samples N. Tensors and arrays whose
+    first dimension is N are split, and so are lists of N entries without tensors, and tuples of N
+    strings (which is what ``default_collate`` makes of strings) or other objects, but for numbers;
+    everything else goes to every micro-batch as it is.
 
     Args:
         batch: What the data loader gives: tensors in lists, tuples, mappings and dataclasses.
@@ -100,6 +111,13 @@ def split_batch(
         first = next((t for t in tensors_of(batch) if t.ndim), None)
         return [batch], [len(first) if first is not None and len(first) else 1]
     found = tensors_of(batch)
+    other = next((t for t in found if t.layout != torch.strided or t.is_nested), None)
+    if other is not None:
+        kind = "nested tensor" if other.is_nested else f"tensor of layout {other.layout}"
+        raise ValueError(
+            f"The batch has a {kind}, which step='micro-batch' can't split. Let the loader give a"
+            " tensor of shape [batch, ...], or use GPipeStrategy(step='mini-batch')."
+        )
     first = next((t for t in found if t.ndim), None)
     if first is None:
         raise ValueError(
@@ -181,12 +199,6 @@ def _check_ragged(batch: Any) -> None:
 def _rows(value: Any, part: slice, samples: int, places: Places, *path: Any) -> Any:
     """The rows of a micro-batch; ``path`` says where in the batch the value stands."""
     if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.is_nested:
-            raise ValueError(
-                f"The batch has a tensor of layout {value.layout}, which step='micro-batch' can't"
-                " split. Let the loader give a tensor of shape [batch, ...], or use"
-                " GPipeStrategy(step='mini-batch')."
-            )
         is_split = value.ndim and places.tell(path, len(value), samples)
         return _rows_of(value, part) if is_split else value
     if isinstance(value, np.ndarray):

@@ -19,6 +19,7 @@ from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.batches import (
     Places,
     changing_tensor,
+    columns_of,
     constant_tensor,
     head,
     merge,
@@ -124,7 +125,7 @@ class MicroBatchSteps:
             )
         self.metrics.begin(is_first=not rest or rest[0] == 0)
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[("training",)])
-        self._look_for_constants(tensors_of(batch))
+        self._look_for_constants(columns_of(batch))
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
