@@ -94,6 +94,7 @@ class Classifier(L.LightningModule):
         self.log("perplexity", torch.exp(loss.detach()))
         self.log("deviation", (scores.square().mean() - scores.mean() ** 2).sqrt())
         self.log("ratio", error / loss)
+        self.log("mean of roots", torch.stack([error.sqrt(), loss.sqrt()]).mean())
         self.log("mixed", (self.errors(scores, inputs) + loss).sqrt())
         self.log("explained", 1 - error / inputs.square().mean())
         self.log("relative", self.errors(scores, inputs) / inputs.abs().mean())

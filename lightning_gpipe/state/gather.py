@@ -97,10 +97,11 @@ class StageTensors:
         """
         first_name = {name: slot.names[0] for slot in self.placement.slots for name in slot.names}
         gathered: dict[str, Any] = {}
-        late = [key for key in state if key not in first_name and self._is_late(key)]
-        # what layers have made since the cut comes last, in the same order everywhere
-        for key in sorted({key for keys in self.channel.gather(late) for key in keys}):
-            state[key] = state.pop(key, None)
+        others = self.channel.gather([key for key in state if key not in first_name])
+        # what a layer has made since the cut comes last, in the same order everywhere
+        for key in sorted(set().union(*others) - set(others[0]).intersection(*others)):
+            if key in state or not self.placement.stage:
+                state[key] = state.pop(key, None)
         for key, value in [*state.items()]:
             owner = self.placement.owner_of_key(key)
             if owner:
@@ -109,11 +110,6 @@ class StageTensors:
                     gathered[name] = to_first(self.channel, "state dict", owner, value)
                 state[key] = gathered[name]
         return state
-
-    def _is_late(self, key: str) -> bool:
-        """Whether an entry of no slot is a buffer of this stage; extra state is on all."""
-        is_own = self.placement.owner_of_key(key) == self.placement.stage
-        return is_own and not key.endswith("_extra_state")
 
     def _share(self, slots: Sequence[Slot]) -> None:
         """Send the first stage's values to the stages that hold them.

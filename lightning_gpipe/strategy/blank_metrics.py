@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ class Blanks:
             self._copies[id(measure)] = measure.clone()
             self._copies[id(measure)].reset()
         return self._copies[id(measure)]
+
+    def keep(self, ids: Container[int]) -> None:
+        """Forget all metrics but some: others may get their ids."""
+        self._copies = {i: copy for i, copy in self._copies.items() if i in ids}
+        self._outlines = {i: outline for i, outline in self._outlines.items() if i in ids}
 
     def outline_of(self, measure: Any) -> Any:
         """What a metric gives, on the meta device.

@@ -86,6 +86,9 @@ class StepMetrics:
             self._trackers = [m for m in self._module.modules() if isinstance(m, MetricTracker)]
             found = {id(measure): measure for measure in _outermost(self._module)}
             self._measures = [m for m in self._measures if id(m) in found]  # others were replaced
+            left = {id(part) for measure in self._measures for part in _parts(measure)}
+            self._of_mini_batch = {c: own for c, own in self._of_mini_batch.items() if c[0] in left}
+            self._blanks.keep(left)
             self._attach(m for i, m in found.items() if i not in known)
         else:
             for tracker in self._trackers:

@@ -131,8 +131,6 @@ class StepValues:
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
         if known and not is_free:  # what is changed may be seen through other tensors
             self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
-        if not is_of_metrics and all(map(_is_mean, made)):
-            return
         if is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
             recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
             args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), args)
