@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_gpipe.engine.split import runs_once
+from lightning_gpipe.tensors.graph import nodes_of
 
 
 class InjectedGradients:
@@ -35,7 +36,7 @@ class InjectedGradients:
             return
         self._is_through = True
         begun = [(root, g) for root, g in zip(roots, gradients, strict=True) if g is not None]
-        nodes = list(_nodes([root.node for root, _ in begun]))
+        nodes = list(nodes_of(root.node for root, _ in begun))
         kinds = [kind for node in nodes if (kind := _kind_of(node)) is not None]
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         leaves = [leaf for leaf in leaves if leaf.numel()]  # not where the graph begins
@@ -64,15 +65,3 @@ def _kind_of(node: Node) -> str | None:
     kind = getattr(node, "_forward_cls", None)
     room = str(getattr(kind, "__module__", "")).partition(".")[0]
     return None if kind is None or room in ("torch", "lightning_gpipe") else str(kind.__name__)
-
-
-def _nodes(roots: Sequence[Node]) -> Iterator[Node]:
-    """The nodes of a graph."""
-    waiting = list(roots)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
-        waiting += new

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.tensors.graph import nodes_of
+
 
 def made_of(leaf: Tensor, node: Any) -> set[Any]:
     """Those of a loss's nodes that compute with a leaf.
@@ -36,12 +38,7 @@ def made_of(leaf: Tensor, node: Any) -> set[Any]:
 
 def look_of(node: Any) -> int:
     """What tells a graph from others: the kinds of its nodes, in order."""
-    seen, left, look = {node}, [node], 0
-    while left:
-        node = left.pop()
-        look = zlib.crc32(type(node).__name__.encode(), look)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                left.append(following)
+    look = 0
+    for each in nodes_of([node]):
+        look = zlib.crc32(type(each).__name__.encode(), look)
     return look

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from lightning_gpipe.tensors.graph import nodes_of
+
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
@@ -108,16 +110,7 @@ _RUN_ONCE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 
 def runs_once(roots: Sequence[Node]) -> bool:
     """Whether a graph has a node that can't run for some of its inputs, and later for others."""
-    waiting = list(roots)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if type(node).__name__ in _RUN_ONCE:
-            return True
-        new = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(new)
-        waiting += new
-    return False
+    return any(type(node).__name__ in _RUN_ONCE for node in nodes_of(roots))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.on_meta import Pretended, UntraceableLayer, run_layer_on_meta
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.graph import nodes_of
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -94,16 +95,8 @@ def differentiate(end: Tensor) -> None:
     Args:
         end: A scalar.
     """
-    leaves, seen, nodes = list[Tensor](), set[Any](), [end.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and (leaf.is_meta or isinstance(leaf, FakeTensor)):
-            leaves.append(leaf)
+    found = (getattr(node, "variable", None) for node in nodes_of([end.grad_fn]))
+    leaves = [t for t in found if t is not None and (t.is_meta or isinstance(t, FakeTensor))]
     if leaves:
         backward(end, inputs=leaves)
 
