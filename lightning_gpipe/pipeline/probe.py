@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import outside_buffers
-from lightning_gpipe.pipeline.contents import Contents
+from lightning_gpipe.pipeline.batch_before import BatchBefore
 from lightning_gpipe.tensors.random_state import preserved
 
 
@@ -40,7 +40,7 @@ def probe(
         What the step returns, or what it has reached the backbone with. Then the module and what
         the step was given are as they were before.
     """
-    contents = Contents(given)
+    before_step = BatchBefore(given)
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
     kept = [(part, Attributes(part)) for part in module.modules()]
@@ -50,7 +50,7 @@ def probe(
             returned = variables.run(step)
     except Reached as reached:
         _put_back(kept, buffers, before)  # the step will run once more
-        contents.restore()
+        before_step.restore()
         return reached
     for variable, value in variables.items():
         if variable.get(None) is not value:

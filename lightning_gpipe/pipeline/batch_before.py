@@ -15,7 +15,7 @@ _ORDERED = (list, deque)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
-class Contents:
+class BatchBefore:
     """The entries of the containers in a value, and the values of tensors and arrays."""
 
     def __init__(self, value: Any) -> None:
