@@ -144,6 +144,34 @@ def test_memory_of_messages_is_used_again() -> None:
         assert again == many < 2_200_000  # two of each of the sizes that are powers of two
 
 
+def backlog() -> tuple[int, int]:
+    """Bytes of shared memory while many messages wait for their receiver, and afterwards."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    with connected() as near:
+        parts = [torch.zeros(300_000, dtype=torch.uint8) for _ in range(20)]
+        if rank:
+            dist.barrier()
+            for part in parts:
+                near.receive(other, 1, part).wait()
+            most = 0
+        else:
+            sent = [near.send(other, 1, part) for part in parts]
+            most = near.nbytes
+            dist.barrier()
+            for transfer in sent:
+                assert transfer is not None
+                transfer.wait()
+        dist.barrier()
+        return most, near.nbytes
+
+
+def test_memory_of_a_backlog_is_given_back() -> None:
+    (most, after), receivers = run_ranks(backlog, 2)
+    assert most >= 20 * 300_000
+    assert 300_000 <= after <= 1 << 20
+    assert receivers == (0, 0)
+
+
 def all_types() -> list[bool]:
     rank, found = dist.get_rank(), []
     with connected() as near:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_KEPT = 1 << 26  # bytes that are kept for later, or more where more is under way
+_KEPT = 1 << 20  # bytes that are kept for later, or more where more is under way
+_LONG = 1 << 26  # bytes of a file that begins anew where nothing is under way
 _MOST_VIEWS = 64  # that a process has at a time: each is an open file
 
 
@@ -30,7 +31,7 @@ class SharedMemory:
         self._free: dict[int, list[int]] = {}  # places by size
         self._empty: dict[int, list[int]] = {}  # those that take no memory
         self._used: dict[int, int] = {}  # sizes by place
-        self._end = 0
+        self._end = self._under_way = self._kept = 0
 
     @classmethod
     def make(cls) -> SharedMemory | None:
@@ -53,39 +54,42 @@ class SharedMemory:
     def write(self, data: memoryview) -> int:
         """Write bytes; returns their place."""
         size = _size_for(data.nbytes)
-        free = self._free.get(size) or self._empty.get(size)
-        if free:
-            place = free.pop()
+        if self._free.get(size):
+            place = self._free[size].pop()
+            self._kept -= size
+        elif self._empty.get(size):
+            place = self._empty[size].pop()
         else:
             place = -(-self._end // _PAGE) * _PAGE
             self._end = place + size
             os.ftruncate(self.file, self._end)
         self._used[place] = size
+        self._under_way += size
         done = os.pwrite(self.file, data, place)
         while done < data.nbytes:
             done += os.pwrite(self.file, data.cast("B")[done:], place + done)
         return place
 
     def give_back(self, place: int) -> None:
-        """Let a place be used again."""
-        self._free.setdefault(self._used.pop(place), []).append(place)
-        if self._end <= _KEPT:
-            return
-        if not self._used:
+        """Let a place be used again, and clear others where too much is kept."""
+        size = self._used.pop(place)
+        self._under_way -= size
+        self._kept += size
+        self._free.setdefault(size, []).append(place)
+        if not self._used and self._end > _LONG:
             os.ftruncate(self.file, 0)
-            self._free, self._empty, self._end = {}, {}, 0
+            self._free, self._empty, self._end, self._kept = {}, {}, 0, 0
             return
-        used = sum(self._used.values())
-        kept = sum(size * len(places) for size, places in self._free.items())
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and kept > max(_KEPT, used):
-                self._clear(self._free[size].pop(0), size)
-                kept -= size
+        for other in sorted(self._free, reverse=True):
+            places = self._free[other]
+            while self._kept > max(_KEPT, self._under_way) and places and places[0] != place:
+                self._clear(places.pop(0), other)
 
     def _clear(self, place: int, size: int) -> None:
         """Give a place's memory back to the system."""
         with mmap.mmap(self.file, size, offset=place) as pages:
             pages.madvise(mmap.MADV_REMOVE)
+        self._kept -= size
         self._empty.setdefault(size, []).append(place)
 
     def close(self) -> None:
