@@ -39,6 +39,25 @@ def test_a_list_of_as_many_tensors_as_rows_is_refused() -> None:
     assert one.shape == (2, 3)
 
 
+def test_other_batches_tell_lists_of_fixed_length_from_those_per_sample() -> None:
+    fixed: dict[str, int] = {}
+
+    def together(sizes: list[int], *values: Any) -> Any:
+        return merge(values, sizes, list(map(float, sizes)), "It", fixed=fixed)
+
+    pair = [torch.ones(2, 3), torch.ones(2)]
+    names = {"names": ["cat", "dog"], "means": [torch.tensor(1.0), torch.tensor(3.0)]}
+    assert together([2, 2], names["names"], names["names"]) == ["cat", "dog"] * 2  # not known yet
+    for sizes in [4, 4], [3, 3], [2, 2], [2, 1]:
+        parts = [[torch.ones(size, 3), torch.ones(size)] for size in sizes]
+        found = together(sizes, *([*part, names] for part in parts))
+        assert [*map(len, found[:2])] == [sum(sizes)] * 2
+        assert found[2] == names
+    with pytest.raises(ValueError, match=r"It can't.*\(a tuple isn't\)"):
+        merge([pair, pair], [2, 2], [1.0, 1.0], "It")
+    assert together([2, 3], [1, 2], [3, 4, 5]) == [1, 2, 3, 4, 5]
+
+
 def test_a_logger_without_hyperparameters_is_told_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

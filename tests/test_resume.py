@@ -233,6 +233,12 @@ def test_a_failed_write_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["saved.ckpt"]
 
 
+def test_a_checkpoint_is_read_before_a_run(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, path := tmp_path / "saved.ckpt")
+    run = trainer(devices=1, strategy=GPipeStrategy(2))
+    assert run.strategy.load_checkpoint(path) == {"state_dict": {}}
+
+
 def save_in_the_background(folder: Path) -> str:
     plugin = AsyncCheckpointIO()
     run = trainer(

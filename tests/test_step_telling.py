@@ -598,13 +598,20 @@ class BackwardOfInstance(models.Language):
         self.backward = lambda loss: loss.backward()  # type: ignore[method-assign]
 
 
+class ReadsItself(models.Language):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
 BEFORE: dict[type[models.Language], str] = {
+    ReadsItself: r"training_step\(self, dataloader_iter\) reads its batches itself.*mini-batch",
     BackwardOfInstance: "BackwardOfInstance overrides backward",
     Manual: "Manual optimization runs backwards inside the step.*step='mini-batch'",
     OwnBackward: "OwnBackward overrides backward",
 }
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize("kind", BEFORE)
 def test_refusals_before_training(kind: type[models.Language]) -> None:
     with pytest.raises(ValueError, match=BEFORE[kind]):

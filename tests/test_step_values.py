@@ -39,6 +39,33 @@ class Told(L.Callback):
         self.seen.append({"of validation": outputs.clone()})
 
 
+class Hoard(torchmetrics.Metric):
+    """Keeps what it is given in attributes that it doesn't declare as states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+        self.count, self.by_class = 0, dict[int, int]()
+        self.largest: Tensor | None = None
+
+    def update(self, scores: Tensor, targets: Tensor) -> None:
+        self.rows.append(scores.detach())
+        self.count += len(targets)
+        for target in targets.tolist():
+            self.by_class[target] = self.by_class.get(target, 0) + 1
+        before = scores.amax() if self.largest is None else self.largest
+        self.largest = torch.maximum(before, scores.amax().detach())
+
+    def compute(self) -> Tensor:
+        classes = sum(number * count for number, count in self.by_class.items())
+        assert self.largest is not None
+        return torch.cat(self.rows).norm() + self.count + classes + self.largest
+
+    def reset(self) -> None:
+        super().reset()
+        self.rows, self.count, self.by_class, self.largest = [], 0, {}, None
+
+
 class Classifier(L.LightningModule):
     """Its steps make something of metrics and of means."""
 
@@ -62,6 +89,7 @@ class Classifier(L.LightningModule):
         )
         self.table = torchmetrics.ConfusionMatrix("multiclass", num_classes=CLASSES)
         self.errors = torchmetrics.MeanSquaredError()
+        self.hoard = Hoard()
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -71,6 +99,7 @@ class Classifier(L.LightningModule):
         self.metrics(scores, targets)
         self.means(scores, inputs, loss)
         given = self.each(scores, targets)
+        self.hoard.update(scores, targets)
         return {"loss": loss, "each": given, "root": loss.sqrt()}
 
     def metrics(self, scores: Tensor, targets: Tensor) -> None:
@@ -102,6 +131,10 @@ class Classifier(L.LightningModule):
         total = torch.zeros(())
         total += loss.detach()
         self.log("after", self.f1(scores, scores.argmax(1)).sqrt())
+
+    def on_train_epoch_end(self) -> None:
+        self.log("hoarded", self.hoard.compute())
+        self.hoard.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = self.backbone(batch[0])
@@ -162,6 +195,8 @@ class MixesIn(Classifier):
         self.log("value", f1 if self.what == "changed" else value)
         return {"loss": functional.cross_entropy(scores, targets)}
 
+    def on_train_epoch_end(self) -> None: ...
+
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.backbone(batch[0])
 
@@ -187,3 +222,18 @@ class Extremes(Classifier):
 def test_extremes_of_micro_batches_are_refused() -> None:
     with pytest.raises(ValueError, match=r"call its update in the step"):
         told(Extremes, 1)
+
+
+class Images(Classifier):
+    """Has a metric that takes the range of what it compares from each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.likeness = torchmetrics.MetricCollection(
+            [torchmetrics.image.StructuralSimilarityIndexMeasure()]
+        )
+
+
+def test_a_range_of_micro_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes the range.*data_range=.*step='mini-batch'"):
+        told(Images, 1)

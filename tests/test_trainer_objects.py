@@ -29,7 +29,10 @@ from tests.training import trainer
 
 
 class Copies(L.Callback):
-    """Copies the callbacks in the middle of a run."""
+    """Copies the Trainer at the beginning of a run, and the callbacks in the middle."""
+
+    def on_fit_start(self, run: L.Trainer, *_: Any) -> None:
+        assert copy.deepcopy(run).strategy is run.strategy  # some callbacks keep the Trainer
 
     def on_train_batch_end(self, run: Any, *_: Any) -> None:
         callbacks = copy.deepcopy(run.callbacks)
@@ -56,6 +59,7 @@ def objects(stages: int) -> None:
             *averaging,
         ],
     )
+    assert copy.deepcopy(run).strategy is not run.strategy
     run.fit(models.Module())
     assert Copies in copies.copied
     assert EarlyStopping in copies.copied

@@ -20,7 +20,7 @@ _saved_tensors_hooks: Callable[[bool], Any] = getattr(  # noqa: B009
 
 
 class Redirect:
-    """Stands in for a method of a module; copies of the module have their own again.
+    """Stands in for a method of a module, or another object; copies of it have their own again.
 
     Args:
         module: The module.
@@ -31,7 +31,7 @@ class Redirect:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: object,
         original: Any,
         target: Callable[..., Any],
         name: str = "forward",

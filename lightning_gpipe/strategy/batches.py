@@ -273,10 +273,12 @@ def merge(
     weights: Sequence[float],
     what: str,
     known: Callable[[Sequence[Tensor], str], Tensor | None] = lambda values, what: None,
+    fixed: dict[str, int] | None = None,
 ) -> Any:
     """What the step would have returned for the whole batch.
 
     Values per sample are put together, means taken by weight, whole numbers that differ summed.
+    A list with an entry per sample is one for all samples.
 
     Args:
         values: What the steps of the micro-batches have returned.
@@ -284,10 +286,13 @@ def merge(
         weights: How much each of them counts.
         what: What it is, for the error.
         known: Gives that for a tensor if it is known otherwise.
+        fixed: The lengths of lists that steps of other batches returned, and that aren't per
+            sample, by what they are; those of this batch are added.
 
     Raises:
         ValueError: If it isn't known how.
     """
+    fixed = {} if fixed is None else fixed
     first = values[0]
     if len(values) == 1 or (first is None and all(value is None for value in values)):
         return first
@@ -302,27 +307,33 @@ def merge(
         if any(value.keys() != first.keys() for value in values):
             raise _unknown(what, "mappings with different keys")
         keys = {
-            key: merge([value[key] for value in values], sizes, weights, f"{what}[{key!r}]", known)
+            key: merge([v[key] for v in values], sizes, weights, f"{what}[{key!r}]", known, fixed)
             for key in first
         }
         return rebuilt(first, keys)
     if isinstance(first, (list, tuple)):
-        per_sample = [len(value) for value in values] == list(sizes)
-        if per_sample and type(first) is list:
+        lengths = [len(value) for value in values]
+        if type(first) is list and lengths == list(sizes) and fixed.get(what) != lengths[0]:
             if not _per_sample(first, sizes[0]):
                 return [item for value in values for item in value]
             if len(first) > 1:
-                raise _unknown(what, f"lists of {len(first)} tensors with {len(first)} rows each")
-        if any(len(value) != len(first) for value in values):
+                raise _unknown(
+                    what,
+                    f"lists of {len(first)} tensors with {len(first)} rows each, which may be one"
+                    " per sample or not (a tuple isn't)",
+                )
+        if any(length != lengths[0] for length in lengths):
             raise _unknown(what, "lists of different lengths")
-        columns = zip(*values, strict=True)
-        merged = [merge(c, sizes, weights, f"{what}[{i}]", known) for i, c in enumerate(columns)]
+        if lengths != list(sizes):
+            fixed[what] = lengths[0]
+        columns = enumerate(zip(*values, strict=True))
+        merged = [merge(c, sizes, weights, f"{what}[{i}]", known, fixed) for i, c in columns]
         return rebuilt(first, merged)
     if is_dataclass(first) and not isinstance(first, type):
         return _with_fields(
             first,
             lambda name, _: merge(
-                [getattr(v, name) for v in values], sizes, weights, f"{what}.{name}", known
+                [getattr(v, name) for v in values], sizes, weights, f"{what}.{name}", known, fixed
             ),
         )
     if type(first) is int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -15,7 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.plan.cost import Balance
@@ -169,6 +170,14 @@ class GPipeStrategy(PlanningStrategy):
             ddp_comm_wrapper,
         )
         self._logged = LoggedSettings()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy; in a run the strategy itself, whose processes are there once."""
+        if self._world is not None:
+            return self
+        made = memo[id(self)] = copy.copy(self)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

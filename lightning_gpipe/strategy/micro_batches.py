@@ -92,6 +92,7 @@ class MicroBatchSteps:
         self._evaluations = 0
         self._first: list[Tensor] | None = None  # of the first batch
         self._places = defaultdict[tuple[Any, ...], Places](Places)
+        self._fixed = defaultdict[tuple[Any, ...], dict[str, int]](dict)  # lists, see merge
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -135,7 +136,7 @@ class MicroBatchSteps:
             )
         finally:
             self._log = None
-        result = self._told(steps, sizes, weighting.weights)
+        result = self._told(steps, weighting.weights, self._fixed[("training",)])
         if synchronize:
             loss = result["loss"] if isinstance(result, Mapping) else result
             self._pipeline.check(loss)
@@ -158,7 +159,7 @@ class MicroBatchSteps:
             )
         finally:
             self._log = None
-        return self._told(steps, sizes, weighting.weights)
+        return self._told(steps, weighting.weights, self._fixed[loader])
 
     def _look_for_constants(self, tensors: list[Tensor]) -> None:
         """Warn, in the second batch, of tensors that may be split, or not, by mistake."""
@@ -200,15 +201,15 @@ class MicroBatchSteps:
             log.replay(self._trainer.lightning_module.log, [1.0], [1])
         return result
 
-    def _told(self, steps: _MiniBatch, sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    def _told(self, steps: _MiniBatch, weights: Sequence[float], fixed: dict[str, int]) -> Any:
         """Log what the steps have logged, and merge what they have returned."""
-        values = self.metrics.values
+        values, sizes, what = self.metrics.values, steps.sizes, "What the step returned"
 
-        def known(results: Sequence[Tensor], what: str) -> Tensor | None:
-            return values.of_mini_batch(list(map(values.recipe_of, results)), weights, what)
+        def known(results: Sequence[Tensor], name: str) -> Tensor | None:
+            return values.of_mini_batch(list(map(values.recipe_of, results)), weights, name)
 
         with torch.no_grad():
-            steps.log.replay(self._trainer.lightning_module.log, weights, steps.sizes)
+            steps.log.replay(self._trainer.lightning_module.log, weights, sizes)
             results = steps.results
             if isinstance(results[0], Mapping) and "loss" in results[0]:
                 loss = weighted_mean([result["loss"] for result in results], weights)
@@ -216,12 +217,12 @@ class MicroBatchSteps:
                     {key: value for key, value in result.items() if key != "loss"}
                     for result in results
                 ]
-                merged = merge(others, sizes, weights, "What the step returned", known)
+                merged = merge(others, sizes, weights, what, known, fixed)
                 given = {"weight": sum(weights)} if "weight" in results[0] else {}
                 return {"loss": loss, **merged, **given}
             if steps.trains and isinstance(results[0], Tensor):
                 return weighted_mean(results, weights)
-            return merge(results, sizes, weights, "What the step returned", known)
+            return merge(results, sizes, weights, what, known, fixed)
 
     def _scale(self) -> float:
         """What the precision plugin multiplies losses by."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CellType
 from typing import Any, ClassVar, cast
 
+from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.tensors import hooks
 
 _ABSENT = object()
@@ -56,7 +57,7 @@ class Target:
 
         Args:
             value: The other value.
-            on: The instance, for what is replaced on instances.
+            on: The instance, for what is replaced on instances; copies of it have their own.
 
         Raises:
             AttributeError: If the installed version has no such attribute.
@@ -65,6 +66,8 @@ class Target:
         if not hasattr(owner, self.name):
             raise AttributeError(_missing(self.owner, self.name, self.reason))
         own = vars(owner).get(self.name, _ABSENT)  # as it stands: a staticmethod, for instance
+        if on is not None and callable(value):
+            value = Redirect(on, None if own is _ABSENT else own, value, self.name)
         setattr(owner, self.name, value)
         try:
             yield

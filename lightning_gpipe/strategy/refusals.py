@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import (
     XLAPrecision,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,8 @@ _OTHER_PRECISIONS = (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_READS_ITSELF = "dataloader_iter"  # what Lightning knows a step by that does
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
 _WHOLE_MODEL_OPTIMIZERS = {
     "LBFGS",
@@ -109,6 +112,12 @@ def refuse_steps(trainer: pl.Trainer) -> None:
             f"{type(module).__name__} overrides backward, which step='micro-batch' doesn't call:"
             f" {remedy}"
         )
+    for name in _STEPS:
+        if is_param_in_hook_signature(getattr(module, name), _READS_ITSELF, explicit=True):
+            raise ValueError(
+                f"{name}(self, {_READS_ITSELF}) reads its batches itself, so step='micro-batch'"
+                f" can't split them: {remedy}"
+            )
     for callback in vars(trainer)["callbacks"]:
         if isinstance(callback, BatchSizeFinder):
             raise ValueError(

@@ -140,7 +140,8 @@ class SavingStrategy(ProcessesStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         read = partial(super().load_checkpoint, checkpoint_path, weights_only)
         checkpoint = saving.read(read, checkpoint_path)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
+        module = self.lightning_module  # none before a run: then it is read, and that is all
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self.go_on_from(checkpoint)
         return checkpoint
 

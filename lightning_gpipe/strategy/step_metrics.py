@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.image import (
+    MultiScaleStructuralSimilarityIndexMeasure,
+    StructuralSimilarityIndexMeasure,
+)
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_gpipe.model.redirect import Redirect
@@ -24,11 +28,13 @@ from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
 from lightning_gpipe.strategy.blank_metrics import Blanks
+from lightning_gpipe.strategy.metric_states import MetricStates
 from lightning_gpipe.strategy.step_values import Call, StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
 _Measure: TypeAlias = Metric | MetricCollection
 _FORWARD, _UPDATE, _COMPUTE = "forward", "update", "compute"
+_WITH_RANGE = StructuralSimilarityIndexMeasure, MultiScaleStructuralSimilarityIndexMeasure
 _SHARE_STATES = "_compute_groups_create_state_ref"  # between the metrics of a collection
 
 
@@ -48,6 +54,7 @@ class StepMetrics:
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         # by id: the hash of a metric is that of its state
         self._sources: dict[int, int] = {}  # the stage that has the state
+        self._states = MetricStates()
         self._of_mini_batch: dict[Call, _Measure] = {}
         self._forwarded: dict[Call, tuple[_Measure, Where | None]] = {}
         self._calls: dict[tuple[int, int], int] = {}  # of which, and in which micro-batch
@@ -89,6 +96,7 @@ class StepMetrics:
             left = {id(part) for measure in self._measures for part in _parts(measure)}
             self._of_mini_batch = {c: own for c, own in self._of_mini_batch.items() if c[0] in left}
             self._blanks.keep(left)
+            self._states.forget(left)
             self._attach(m for i, m in found.items() if i not in known)
         else:
             for tracker in self._trackers:
@@ -151,11 +159,7 @@ class StepMetrics:
 
     def _attach(self, measures: Iterable[_Measure]) -> None:
         for measure in measures:
-            if any(isinstance(part, Running) for part in measure.modules()):
-                raise ValueError(
-                    "torchmetrics' Running counts updates, and with step='micro-batch' a mini-batch"
-                    " is several: use GPipeStrategy(step='mini-batch')."
-                )
+            _refuse(measure, self._pipeline.chunks)
             self._measures.append(measure)
             for part in _parts(measure):
                 self._redirect(part, _FORWARD, self._forward)
@@ -163,6 +167,8 @@ class StepMetrics:
                 self._redirect(part, _COMPUTE, self._compute)
                 if isinstance(part, MetricCollection):
                     self._redirect(part, _SHARE_STATES, self._alone)
+                else:
+                    self._states.note(part)
 
     def _redirect(self, measure: _Measure, name: str, run: Callable[..., Any]) -> None:
         own = measure.__dict__.get(name)
@@ -276,11 +282,26 @@ class StepMetrics:
                     part is metric for part in _parts(measure)
                 ):
                     list(measure.items())  # lets those that share a state have it
-            state = {name: getattr(metric, name) for name in metric._defaults}
-            state["_update_count"] = metric._update_count
+            state = {**self._states.of(metric), "_update_count": metric._update_count}
         state = channel.broadcast("metric", state, source=source)
         if channel.index != source:
             metric.__dict__.update(state, _computed=None)
+
+
+def _refuse(measure: _Measure, chunks: int) -> None:
+    """Refuse a metric that takes something from a call as a whole, which is one of several."""
+    for part in measure.modules():
+        if isinstance(part, Running):
+            raise ValueError(
+                "torchmetrics' Running counts updates, and with step='micro-batch' a mini-batch is"
+                " several: use GPipeStrategy(step='mini-batch')."
+            )
+        if isinstance(part, _WITH_RANGE) and part.data_range is None and chunks > 1:
+            raise ValueError(
+                f"{type(part).__name__} takes the range of the images from each of its calls, and"
+                " with step='micro-batch' a mini-batch is several: give it data_range=..., such as"
+                " 1.0, or use GPipeStrategy(step='mini-batch')."
+            )
 
 
 def _outermost(module: nn.Module) -> Iterator[_Measure]:

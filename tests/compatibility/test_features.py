@@ -110,6 +110,14 @@ class Stream(Module):
         return DataLoader(Samples(), batch_size=6)
 
 
+class ReadsItself(Module):
+    """Gets an iterator in place of batches."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(*batch)
+
+
 class Workers(Module):
     def loader(self, seed: int) -> Any:
         return DataLoader(super().loader(seed).dataset, batch_size=6, num_workers=1)
@@ -388,6 +396,7 @@ ROWS: Rows = {
     "CombinedLoader": Row(module=Combined, per_micro_batch="calls the backbone twice"),
     "several val loaders": Row(module=Several),
     "IterableDataset without length": Row(module=Stream),
+    "dataloader_iter": Row(module=ReadsItself),
     "workers": Row(module=Workers),
     "torchmetrics": Row(module=Metrics),
     "all_gather": Row(module=Gathered),
