@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_gpipe.model.notes import add_note
+from lightning_gpipe.tensors.graph import nodes_of
 
 _sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
 _run_backward: Callable[..., object] = getattr(torch.autograd.graph, "_engine_run_backward")  # noqa: B009
@@ -159,17 +160,8 @@ class Behind:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Behind:
         """What tensors depend on, up to the calls of the backbone and what these depend on."""
-        behind = cls.of_nodes(t.grad_fn for t in tensors if t.grad_fn is not None)
-        behind.leaves.extend(t for t in tensors if t.is_leaf and t.requires_grad)
-        return behind
-
-    @classmethod
-    def of_nodes(cls, nodes: Iterable[Any]) -> Behind:
-        """What nodes of a graph depend on, in the same way."""
-        behind, nodes = cls(set(), [], []), [*nodes]
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
+        behind = cls(set(), [], [])
+        for node in nodes_of(t.grad_fn for t in tensors if t.grad_fn is not None):
             number, leaf = getattr(node, "gpipe_call", None), getattr(node, "variable", None)
             if number is not None:
                 behind.calls.add(number)
@@ -177,10 +169,7 @@ class Behind:
                 behind.leaves.append(leaf)
             else:
                 behind.nodes.append(node._sequence_nr())
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    nodes.append(following)
+        behind.leaves.extend(t for t in tensors if t.is_leaf and t.requires_grad)
         return behind
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.tensors.graph import nodes_of
+from lightning_gpipe.tensors.graph import next_of, nodes_of
 
 
 def made_of(leaf: Tensor, node: Any) -> set[Any]:
@@ -17,23 +17,13 @@ def made_of(leaf: Tensor, node: Any) -> set[Any]:
         leaf: The leaf.
         node: The loss's.
     """
-    users, seen, left, found = dict[Any, list[Any]](), {node}, [node], list[Any]()
-    while left:
-        node = left.pop()
-        if getattr(node, "variable", None) is leaf:
-            found.append(node)
-        for following, _ in node.next_functions:
-            if following is not None:
-                users.setdefault(following, []).append(node)
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
-    theirs = {*found}
-    while found:
-        fresh = {user for user in users.get(found.pop(), ()) if user not in theirs}
-        theirs |= fresh
-        found += fresh
-    return theirs
+    users, found = dict[Any, list[Any]](), list[Any]()
+    for each in nodes_of([node]):
+        if getattr(each, "variable", None) is leaf:
+            found.append(each)
+        for following in next_of(each):
+            users.setdefault(following, []).append(each)
+    return {*nodes_of(found, lambda used: users.get(used, ()))}
 
 
 def look_of(node: Any) -> int:

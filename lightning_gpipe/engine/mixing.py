@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.tensors.graph import next_of, nodes_of
+
 #: Operations along one dimension, or over all elements, that look at them together.
 _ALONG = (
     *("Cummax", "Cummin", "Cumprod", "Cumsum", "Kthvalue", "LogSoftmax", "Logcumsumexp", "Median"),
@@ -79,14 +81,12 @@ def _pairs(node: Any, samples: int) -> bool:
 
 def _weighs(node: Any) -> bool:
     """Whether an operation takes a parameter, as it is, in another view, or normalised."""
-    taken = [given for given, _ in node.next_functions]
-    while taken:
-        given = taken.pop()
-        if hasattr(given, "variable"):
-            return True
-        if given is not None and given.name().startswith((*_MOVES, "Div", "Mul", "WeightNorm")):
-            taken += [before for before, _ in given.next_functions]
-    return False
+
+    def before(given: Any) -> list[Any]:
+        moves = given.name().startswith((*_MOVES, "Div", "Mul", "WeightNorm"))
+        return next_of(given) if moves else []
+
+    return any(hasattr(given, "variable") for given in nodes_of(next_of(node), before))
 
 
 def _compares(node: Any, samples: int) -> bool:
@@ -162,15 +162,8 @@ def _is_along_first(node: Any, dims: int) -> bool:
 
 def is_of_one_sample(node: Any, of_output: Collection[Any]) -> bool:
     """Whether a node computes with a row of the output, as in a loop over the samples."""
-    left, seen = [node], {node}
-    while left:
-        node = left.pop()
-        if node.name().startswith(("Select", "Unbind")) and node._saved_dim == 0:
-            return True
-        fresh = {n for n, _ in node.next_functions if n in of_output and n not in seen}
-        seen |= fresh
-        left += fresh
-    return False
+    nodes = nodes_of([node], lambda n: [given for given in next_of(n) if given in of_output])
+    return any(n.name().startswith(("Select", "Unbind")) and n._saved_dim == 0 for n in nodes)
 
 
 def sums_samples(node: Any, samples: int) -> bool:

@@ -17,6 +17,7 @@ from lightning_gpipe.engine.given import class_weights, divisors_of, is_normalis
 from lightning_gpipe.engine.loss_graph import look_of, made_of
 from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
+from lightning_gpipe.tensors.graph import next_of, nodes_of
 
 _SUM = 2  # as losses note their reductions
 _GRAPHS = 64  # that are looked at as soon as they come; more may be others every time
@@ -252,16 +253,12 @@ def _scalars(
         late: Those that compute with scalars alone.
         through: How the names of operations begin behind which others are looked for.
     """
-    left, seen = [node], {node}
-    while left:
-        node = left.pop()
-        yield node
-        if node.name().startswith(through):
-            for following, _ in node.next_functions:
-                is_one = following in among and (following in late or _is_scalar(following))
-                if is_one and following not in seen:
-                    seen.add(following)
-                    left.append(following)
+
+    def following(node: Any) -> list[Any]:
+        behind = next_of(node) if node.name().startswith(through) else []
+        return [n for n in behind if n in among and (n in late or _is_scalar(n))]
+
+    return nodes_of([node], following)
 
 
 def _reductions(

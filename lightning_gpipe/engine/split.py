@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from lightning_gpipe.tensors.graph import nodes_of
+from lightning_gpipe.tensors.graph import next_of, nodes_of
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -83,7 +84,10 @@ class SplitBackward:
             gradients: Their gradients.
             start: The leaf before the entry, which gets the gradient.
         """
-        handles = [branch.node.register_prehook(_Keep(branch)) for branch in self.branches]
+        handles = [
+            branch.node.register_prehook(partial(setattr, branch, "arrived"))
+            for branch in self.branches
+        ]
         try:
             torch.autograd.backward(roots, gradients, retain_graph=True, inputs=start)
         finally:
@@ -113,16 +117,6 @@ def runs_once(roots: Sequence[Node]) -> bool:
     return any(type(node).__name__ in _RUN_ONCE for node in nodes_of(roots))
 
 
-@dataclass(frozen=True, slots=True)
-class _Keep:
-    """Keeps the gradients that arrive at a node."""
-
-    branch: _Branch
-
-    def __call__(self, gradients: Gradients) -> None:
-        self.branch.arrived = gradients
-
-
 class _Graph:
     """What a graph's nodes lead to.
 
@@ -141,13 +135,8 @@ class _Graph:
 
     def weights_beside(self, node: Node) -> list[Any]:
         """The leaves that are reached from a node, and not on the way to the input."""
-        waiting = [n for n in self._next[node] if n not in self._is_on_the_way]
-        seen = dict.fromkeys(waiting)
-        while waiting:
-            new = [n for n in self._next[waiting.pop()] if n not in seen]
-            seen.update(dict.fromkeys(new))
-            waiting += new
-        return [n for n in seen if hasattr(n, "variable")]
+        beside = dict.fromkeys(n for n in self._next[node] if n not in self._is_on_the_way)
+        return [n for n in nodes_of(beside, self._next.__getitem__) if hasattr(n, "variable")]
 
     def _walk(self, root: Node) -> None:
         """Visit every node after those that it leads to."""
@@ -159,6 +148,6 @@ class _Graph:
                     self._is_on_the_way.add(node)
                     self.on_the_way.append(node)
             elif node not in self._next and node not in self._is_on_the_way:
-                self._next[node] = [n for n, _ in node.next_functions if n is not None]
+                self._next[node] = next_of(node)
                 stack.append((node, True))
                 stack += [(n, False) for n in self._next[node]]

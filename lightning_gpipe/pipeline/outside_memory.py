@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT
 from lightning_gpipe.state.placement import Placement
+from lightning_gpipe.tensors.graph import nodes_of
 
 #: Operations whose result has no memory of its own, by the beginning of their nodes' names.
 _VIEWS = (
@@ -75,17 +76,11 @@ class OutsideMemory:
 
 def _bytes(nodes: Iterable[Any]) -> int:
     """Bytes of what the operations of a graph return, views aside."""
-    left, total = list(nodes), 0
-    seen = set(left)
-    while left:
-        node = left.pop()
+    total = 0
+    for node in nodes_of(nodes):
         name = node.name()
         if not name.startswith(_VIEWS) and "AccumulateGrad" not in name:
             for kind in getattr(node, "_input_metadata", ()):
                 with suppress(RuntimeError):  # a nested tensor has no shape
                     total += math.prod(kind.shape) * kind.dtype.itemsize
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                left.append(following)
     return total
