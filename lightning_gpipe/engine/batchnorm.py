@@ -29,7 +29,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.batch_statistics import Row, Seen, Statistics, move_all
 
-_NOTHING = nullcontext()
 _AT_ONCE = 16  # rows that are made at once for recomputes
 
 
@@ -153,7 +152,7 @@ class DeferredBatchNorm:
     def micro_batch(self, recompute: bool) -> AbstractContextManager[None]:
         """Run one micro-batch's forward through the stage inside this context."""
         if not self._layers or not (self._deferred or recompute):
-            return _NOTHING
+            return nullcontext()
         return _PointedAt(self, None if recompute else self._seen)
 
     def backward(self, seen: Seen) -> AbstractContextManager[None]:
@@ -163,7 +162,7 @@ class DeferredBatchNorm:
             seen: What :meth:`begin` has returned.
         """
         if not self._layers or not self._deferred:
-            return _NOTHING
+            return nullcontext()
         return _PointedAt(self, seen, counts=True)
 
     def finish(self) -> None:

@@ -22,7 +22,6 @@ from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.places import Contents, Place, has_changed
 
-_NOTHING = nullcontext()
 _ALWAYS = 16  # forwards, and calls of the backbone by a step, up to which all are looked at
 
 
@@ -73,15 +72,15 @@ class SharedState:
             part: The virtual stage whose layers run.
         """
         if not self._places and not self._outside:
-            return _NOTHING
+            return nullcontext()
         self._forwards[part] += 1
         watches = bool(self._places) and _is_looked_at(self._forwards[part])
         meets = bool(self._outside) and _is_looked_at(self._calls + 1)
-        return self._watched(part, watches, meets) if watches or meets else _NOTHING
+        return self._watched(part, watches, meets) if watches or meets else nullcontext()
 
     @contextmanager
     def _watched(self, part: int, watches: bool, meets: bool) -> Iterator[None]:
-        with self._places_watched(part) if watches else _NOTHING:
+        with self._places_watched(part) if watches else nullcontext():
             yield
         if meets:
             self._met = self._meets()

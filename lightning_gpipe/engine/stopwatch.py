@@ -17,7 +17,6 @@ from lightning_gpipe.schedule.measured import Measured
 #: A moment: seconds, or an event on the device's stream.
 _Mark: TypeAlias = Any
 _Row: TypeAlias = tuple[Action, int, _Mark, _Mark, _Mark, _Mark, float, bool]
-_NOTHING = nullcontext()
 
 
 class Stopwatch:
@@ -98,7 +97,7 @@ def _event() -> _Mark:
 def span(name: str, action: Action | None = None) -> AbstractContextManager[Any]:
     """Show what runs inside this context in PyTorch's profiler, while that works."""
     if not profiler._is_profiler_enabled:
-        return _NOTHING
+        return nullcontext()
     return profiler.record_function(name if action is None else f"{name} {action!r}")
 
 

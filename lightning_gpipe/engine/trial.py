@@ -16,7 +16,6 @@ from typing import TypeAlias
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.tensors.tree import Tree
 
-_NOTHING = nullcontext()
 IsSpared: TypeAlias = Callable[[BaseException], bool]
 
 
@@ -67,7 +66,7 @@ class Trial:
 
     def attempt(self) -> AbstractContextManager[None]:
         """Keep an error for the comparison, in a trial."""
-        return _NOTHING if self._is_spared is None else self._attempt()
+        return nullcontext() if self._is_spared is None else self._attempt()
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -105,7 +104,7 @@ class Trial:
 
     def shared(self) -> AbstractContextManager[None]:
         """Share an error inside with all stages. Collective over the pipeline in a trial."""
-        return _NOTHING if self._is_spared is None else self._shared()
+        return nullcontext() if self._is_spared is None else self._shared()
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
