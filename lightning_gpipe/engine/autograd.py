@@ -127,6 +127,12 @@ class SteerNode(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
+NO_GRADIENT = (
+    "The loss wants no gradient: it depends neither on the backbone's output nor on any parameter"
+    " that requires one. Was it detached, or computed under torch.no_grad()?"
+)
+
+
 def no_values(name: str, tensors: Iterable[Tensor]) -> str | None:
     """What to say of tensors without values; None: all have some.
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.engine.autograd import Behind, ExitNode, LayerForwards, no_values, run_backward
+from lightning_gpipe.engine.autograd import (
+    NO_GRADIENT,
+    Behind,
+    ExitNode,
+    LayerForwards,
+    no_values,
+    run_backward,
+)
 from lightning_gpipe.engine.running import AFTER, BEFORE, Outcome, Running
 from lightning_gpipe.tensors.tree import Tree
 
@@ -50,11 +57,7 @@ class Outside:
         if loss is None:
             raise RuntimeError(f"The step of micro-batch {m} gave no loss.")
         if not loss.requires_grad:
-            raise RuntimeError(
-                "The loss wants no gradient: it depends neither on the backbone's output nor on"
-                " any parameter that requires one. Was it detached, or computed under"
-                " torch.no_grad()?"
-            )
+            raise RuntimeError(NO_GRADIENT)
         if m == 0:
             if (problem := no_values("The loss", [loss])) is not None:
                 raise RuntimeError(problem)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.autograd import (
+    NO_GRADIENT,
     Behind,
     CallNode,
     CatchGradients,
@@ -25,12 +26,6 @@ from lightning_gpipe.engine.autograd import (
     SteerNode,
     no_values,
 )
-
-_NO_GRADIENT = (
-    "The loss wants no gradient: it depends neither on the backbone's output nor on any parameter"
-    " that requires one. Was it detached, or computed under torch.no_grad()?"
-)
-
 
 _GRAD: Any = Tensor.grad
 
@@ -148,7 +143,7 @@ class Steering:
         behind = Behind.of([loss])
         self._estrange(behind)
         if groups.is_last:
-            problem = self._problem(behind) if loss.requires_grad else _NO_GRADIENT
+            problem = self._problem(behind) if loss.requires_grad else NO_GRADIENT
             problem = no_values("The loss", [loss]) or problem
             numbers = sorted(behind.calls, reverse=True)
         problem, numbers = groups.pipeline.broadcast(
