@@ -26,10 +26,7 @@ class MicroBatchInput:
 
     def give(self, m: int, tree: Tree) -> None:
         """Give a micro-batch's input, with its graph."""
-        flags = [
-            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
-            for t in tree.leaves
-        ]
+        flags = tree.wanting()
         self._parts[m] = tree.detached(), flags
         self._wanted[m] = [t for t, wants in zip(tree.leaves, flags, strict=True) if wants]
 

@@ -115,10 +115,7 @@ class MicroBatch:
             outputs: What came out, with its graph.
             keeps_graph: Whether the graph has its activations.
         """
-        self.output_requires_grad = [
-            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
-            for t in outputs.leaves
-        ]
+        self.output_requires_grad = outputs.wanting()
         if self.needs_backward and keeps_graph:
             self.roots, self._has_hooks = _roots(outputs), hooks.count() != self._hooks
         elif self.needs_backward:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_gpipe.tensors.microbatch import GetOutline, Merge, Split, unknown
@@ -31,10 +30,7 @@ class BatchInput:
 
     def __init__(self, batch: Tree, split: Split, is_here: bool) -> None:
         self._split = split
-        self._flags = [
-            isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
-            for t in batch.leaves
-        ]
+        self._flags = batch.wanting()
         leaves = zip(batch.leaves, split.split_leaves, self._flags, strict=True)
         wanted = [(t.detach(), is_split) for t, is_split, wants in leaves if wants and is_here]
         self._wanted = [leaf for leaf, _ in wanted]

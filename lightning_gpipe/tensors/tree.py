@@ -123,6 +123,11 @@ class Tree:
         """The same values without their graphs."""
         return self.with_leaves([t.detach() if isinstance(t, Tensor) else t for t in self.leaves])
 
+    def wanting(self) -> list[bool]:
+        """For each leaf whether it wants a gradient, where gradients are enabled."""
+        trains = torch.is_grad_enabled()
+        return [trains and isinstance(t, Tensor) and t.requires_grad for t in self.leaves]
+
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
