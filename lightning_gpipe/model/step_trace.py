@@ -119,7 +119,8 @@ class StepTrace(TorchFunctionMode):
         super().__init__()
         self.stage, self.device, self._seed = stage, device, seed
         self.holders = holders
-        self.micro_batch = self._calls = self._mark = 0  # whose step runs, and where it is
+        self.micro_batch = self._calls = 0  # whose step runs, and where it is
+        self.mark = 0  # tells whether two stages have called the same functions in the same order
         self.values = Numbered(stage)
         self._outlines = Outlines()
         self._kept: dict[int, Tensor] = {}  # by id
@@ -128,11 +129,6 @@ class StepTrace(TorchFunctionMode):
         self.uses: Uses | None = None
         self.follow: Follow | None = None
         self.is_suspended = False
-
-    @property
-    def mark(self) -> int:
-        """What tells whether two stages have called the same functions in the same order."""
-        return self._mark
 
     def begin(self, micro_batch: int) -> None:
         """Begin the step of a micro-batch."""
@@ -207,7 +203,7 @@ class StepTrace(TorchFunctionMode):
         self._kept.clear()
         self._views.clear()
         self.sources.clear()
-        self._mark = 0
+        self.mark = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -274,7 +270,7 @@ class StepTrace(TorchFunctionMode):
 
     def _count(self, name: str) -> None:
         self._calls += 1
-        self._mark = zlib.crc32(_REFLECTED.get(name, name).encode(), self._mark)
+        self.mark = zlib.crc32(_REFLECTED.get(name, name).encode(), self.mark)
 
     def _where(self, tensor: Tensor) -> Where | None:
         """The stages that have a tensor's values; None: all."""
