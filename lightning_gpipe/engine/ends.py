@@ -5,21 +5,21 @@ To the executor they look like links; see :mod:`lightning_gpipe.engine.executor`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_gpipe.engine.executor import AtHand
 from lightning_gpipe.tensors.tree import Tree
 
 
 @dataclass(slots=True)
-class MicroBatchInput:
+class MicroBatchInput(AtHand):
     """What goes into the first stage, and the gradients that come out."""
 
-    gives_memory: ClassVar[bool] = False  # it is the user's
     _parts: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
     _wanted: dict[int, list[Tensor]] = field(default_factory=dict)
     _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -29,12 +29,6 @@ class MicroBatchInput:
         flags = tree.wanting()
         self._parts[m] = tree.detached(), flags
         self._wanted[m] = [t for t, wants in zip(tree.leaves, flags, strict=True) if wants]
-
-    def expect(self, order: Iterable[int], training: bool) -> None:
-        """Do nothing: the step gives the input before its forward."""
-
-    def post(self, m: int) -> None:
-        """Do nothing."""
 
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """A micro-batch's input, once, and for each leaf whether it wants a gradient."""
@@ -53,10 +47,9 @@ class MicroBatchInput:
 
 
 @dataclass(slots=True)
-class MicroBatchOutput:
+class MicroBatchOutput(AtHand):
     """What comes out of the last stage, and the gradients that go in."""
 
-    gives_memory: ClassVar[bool] = False
     _parts: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
     _wanted: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -78,12 +71,6 @@ class MicroBatchOutput:
 
         return take
 
-    def expect(self, order: Iterable[int], training: bool) -> None:
-        """Do nothing: the loss is differentiated before the backward."""
-
-    def post(self, m: int) -> None:
-        """Do nothing."""
-
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """The gradients of a micro-batch's output, once, of the leaves that want one."""
         count = self._wanted.pop(m)
@@ -101,10 +88,7 @@ class Outlines(dict[str, Tree]):
         leaves: list[Any] = []
         for leaf, wants in zip(tree.leaves, flags, strict=True):
             if isinstance(leaf, Tensor):
-                meta = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
-                )
-                leaves.append((meta.shape, meta.stride(), meta.dtype, wants))
+                leaves.append((leaf.shape, leaf.stride(), leaf.dtype, wants))
             else:
                 leaves.append((leaf,))
         return Tree(leaves, tree.spec)

@@ -81,18 +81,24 @@ class OutputSide(Source, Sink, Protocol):
     """The end of a mini-batch at the last stage: takes its output, gives the output's gradient."""
 
 
-@dataclass(slots=True)
-class Local:
-    """A link between two stages of one rank."""
+class AtHand:
+    """A source of what is here before it is taken."""
 
-    gives_memory: ClassVar[bool] = False  # it may be in the graph of the stage that made it
-    _held: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
+    __slots__ = ()
+    gives_memory: ClassVar[bool] = False  # it is the user's, or in the graph of who made it
 
     def expect(self, order: Iterable[int], training: bool) -> None:
-        """Do nothing: what is taken is here already."""
+        """Do nothing."""
 
     def post(self, m: int) -> None:
         """Do nothing."""
+
+
+@dataclass(slots=True)
+class Local(AtHand):
+    """A link between two stages of one rank."""
+
+    _held: dict[int, tuple[Tree, list[bool]]] = field(default_factory=dict)
 
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """See :meth:`Source.take`."""

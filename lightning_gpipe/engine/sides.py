@@ -7,17 +7,17 @@ together, and its gradient split. To the executor they look like links; see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
+from lightning_gpipe.engine.executor import AtHand
 from lightning_gpipe.tensors.microbatch import GetOutline, Merge, Split, unknown
 from lightning_gpipe.tensors.tree import Tree
 
 
-class BatchInput:
+class BatchInput(AtHand):
     """The input of a mini-batch.
 
     Args:
@@ -25,8 +25,6 @@ class BatchInput:
         split: How it is split.
         is_here: Whether this rank runs the first stage; else nothing is kept.
     """
-
-    gives_memory: ClassVar[bool] = False  # it is the user's
 
     def __init__(self, batch: Tree, split: Split, is_here: bool) -> None:
         self._split = split
@@ -37,12 +35,6 @@ class BatchInput:
         self._is_split = [is_split for _, is_split in wanted]
         self._parts = dict(enumerate(split.scatter(batch.detached()))) if is_here else {}
         self._gradients: dict[int, list[Tensor | None]] = {}
-
-    def expect(self, order: Iterable[int], training: bool) -> None:
-        """Do nothing: the input is there."""
-
-    def post(self, m: int) -> None:
-        """Do nothing."""
 
     def take(self, m: int) -> tuple[Tree, list[bool]]:
         """A micro-batch's input, once, and for each leaf whether it wants a gradient."""
@@ -61,26 +53,18 @@ class BatchInput:
 
 
 @dataclass(slots=True)
-class BatchOutput:
+class BatchOutput(AtHand):
     """The output of a mini-batch.
 
     Args:
         split: How the input was split.
     """
 
-    gives_memory: ClassVar[bool] = False
-
     split: Split
     _parts: list[tuple[Tree, list[bool]]] = field(default_factory=list)
     _flags: list[list[bool]] = field(default_factory=list)
     _merge: Merge | None = None
     _rows: dict[int, list[Tensor | None]] = field(default_factory=dict)
-
-    def expect(self, order: Iterable[int], training: bool) -> None:
-        """Do nothing: the gradients are there before the first backward."""
-
-    def post(self, m: int) -> None:
-        """Do nothing."""
 
     def send(self, m: int, tree: Tree, requires_grad: Sequence[bool], training: bool) -> None:
         """Take a micro-batch's output, and for each leaf whether it wants a gradient."""
