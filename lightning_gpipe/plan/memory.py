@@ -113,11 +113,6 @@ class LayerMemory:
     backward: int
     last_backward: int
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that autograd saves."""
-        return sum(self.saved.values())
-
 
 def held_tensors(
     modules: Iterable[nn.Module], optimizer_bytes: Mapping[int, int] | None
@@ -269,24 +264,15 @@ class _Watch:
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The number of a piece of memory, a new one where it has none."""
-        known = self.known_number(storage)
-        return self.give_number(storage) if known is None else known
+        key = id(storage)
+        if key not in self._numbers:
+            self._numbers[key] = self.new_number()
+            weakref.finalize(storage, self._numbers.pop, key)  # another one may get its id
+        return self._numbers[key]
 
     def known_number(self, storage: torch.UntypedStorage) -> int | None:
         """The number of a piece of memory that was saved; else None."""
         return self._numbers.get(id(storage))
-
-    def give_number(self, storage: torch.UntypedStorage, number: int | None = None) -> int:
-        """Number a piece of memory that has no number.
-
-        Args:
-            storage: The memory.
-            number: None: a new one.
-        """
-        key = id(storage)
-        self._numbers[key] = found = self.new_number() if number is None else number
-        weakref.finalize(storage, self._numbers.pop, key)  # another one may get its id
-        return found
 
     def new_number(self) -> int:
         """A number that no memory has."""
