@@ -32,11 +32,10 @@ def decide_chunks(
         What the user chose. Where that is ``"auto"`` at most as many as there are samples, and
         such that batch norm sees at least :data:`FEW_SAMPLES` at once, if there are as many.
     """
-    tree = Tree.of(sample, "The backbone's input")
-    first = batch_leaf(tree)
-    if first is None:
+    found = _samples_of(sample)
+    if found is None:
         return chunks
-    samples = max(1, tree.leaves[first].shape[0])
+    samples = max(1, found)
     norms = [m for m in body.modules() if isinstance(m, _BatchNorm)]
     if settings.chunks == "auto":
         chunks = min(chunks, _most(samples, body))
@@ -61,9 +60,8 @@ def more_chunks(chunks: int, body: nn.Module, sample: Any) -> list[int]:
     Returns:
         No more than ``"auto"`` may choose; see :func:`decide_chunks`.
     """
-    tree = Tree.of(sample, "The backbone's input")
-    first = batch_leaf(tree)
-    found, most = [chunks], 0 if first is None else _most(tree.leaves[first].shape[0], body)
+    samples = _samples_of(sample)
+    found, most = [chunks], 0 if samples is None else _most(samples, body)
     while found[-1] < most:
         found.append(min(2 * found[-1], most))
     return found
@@ -77,15 +75,18 @@ def _most(samples: int, body: nn.Module) -> int:
 
 def micro_batches(chunks: int, sample: Any) -> int:
     """How many micro-batches there are of an input: no more than it has samples."""
-    tree = Tree.of(sample, "The backbone's input")
-    first = batch_leaf(tree)
-    return chunks if first is None else max(1, min(chunks, tree.leaves[first].shape[0]))
+    samples = _samples_of(sample)
+    return chunks if samples is None else max(1, min(chunks, samples))
 
 
 def largest_micro_batch(chunks: int, sample: Any) -> int | None:
     """How many samples the largest micro-batch of an input has; None: not known."""
+    samples = _samples_of(sample)
+    return None if samples is None else -(-samples // micro_batches(chunks, sample))
+
+
+def _samples_of(sample: Any) -> int | None:
+    """How many samples an input has; None: it has no batch."""
     tree = Tree.of(sample, "The backbone's input")
     first = batch_leaf(tree)
-    if first is None:
-        return None
-    return -(-int(tree.leaves[first].shape[0]) // micro_batches(chunks, sample))
+    return None if first is None else int(tree.leaves[first].shape[0])
