@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -135,8 +135,12 @@ def function_costs(
         UntraceableLayer: If a layer needs the values of its input.
         ValueError: If a cost is no number, not finite, or negative.
     """
-    walk = _walk(layers, run_layer, sample)
-    return [_checked(cost(layer, value), layer, i) for i, (layer, value) in enumerate(walk)]
+    found, value = [], _on_meta(sample)
+    for index, layer in enumerate(layers):
+        found.append(_checked(cost(layer, value), layer, index))
+        with torch.no_grad():
+            value = run_layer_on_meta(layer, run_layer, index, value)
+    return found
 
 
 def _checked(cost: Any, layer: nn.Module, index: int) -> float:
@@ -196,14 +200,3 @@ def _differentiate(output: Tree, inputs: Sequence[Tensor]) -> None:
     roots = [t for t in output.tensors() if t.requires_grad]
     wanting = [t for t in inputs if t.requires_grad]
     torch.autograd.grad(roots, wanting, list(map(torch.ones_like, roots)), allow_unused=True)
-
-
-def _walk(
-    layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any
-) -> Iterator[tuple[nn.Module, Any]]:
-    """Run layers on the meta device; yields each with its input."""
-    value = _on_meta(sample)
-    for index, layer in enumerate(layers):
-        yield layer, value
-        with torch.no_grad():
-            value = run_layer_on_meta(layer, run_layer, index, value)
