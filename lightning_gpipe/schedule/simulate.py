@@ -77,9 +77,8 @@ def leads(schedule: Schedule) -> dict[tuple[int, int], int]:
         other. With room for as many under way, no rank waits for ever, whatever actions take: this
         run is one that needs no more.
     """
-    units = (1.0,) * len(schedule.placement)
     events = []
-    for span in simulate(schedule, Costs(units, units, units, units, units)).spans:
+    for span in _alike(schedule):
         stage, target = span.action.stage, _target_of(span.action)
         if target is not None:
             events.append((span.end, 0, (stage, target)))
@@ -108,8 +107,7 @@ def receives(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
         For an action of the rank the actions of other ranks whose messages arrive during it, in
         order.
     """
-    units = (1.0,) * len(schedule.placement)
-    spans = simulate(schedule, Costs(units, units, units, units, units)).spans
+    spans = _alike(schedule)
     ends = {span.action: span.end for span in spans}
 
     def when(span: Span) -> tuple[Any, ...]:
@@ -128,6 +126,12 @@ def receives(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
             during = bisect_right(own, place[action], key=place.__getitem__)
             found.setdefault(own[during], []).append(action)
     return {action: tuple(messages) for action, messages in found.items()}
+
+
+def _alike(schedule: Schedule) -> tuple[Span, ...]:
+    """When actions run that take as long as each other."""
+    units = (1.0,) * len(schedule.placement)
+    return simulate(schedule, Costs(units, units, units, units, units)).spans
 
 
 def _target_of(action: Action) -> int | None:
@@ -190,8 +194,7 @@ def _waits_for(schedule: Schedule, program: Program, place: int) -> Action | Non
 
 def grid(schedule: Schedule) -> str:
     """Draw a schedule: a row a rank, a column a unit of time, every action taking one."""
-    units = (1.0,) * len(schedule.placement)
-    spans = simulate(schedule, Costs(units, units, units, units, units)).spans
+    spans = _alike(schedule)
     width = max((len(repr(span.action)) for span in spans), default=3)
     columns = round(max((span.end for span in spans), default=0))
     rows = [[" " * width] * columns for _ in schedule.programs]
