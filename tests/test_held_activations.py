@@ -16,7 +16,7 @@ from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
 from lightning_gpipe.schedule.placement import rounds
-from lightning_gpipe.schedule.simulate import simulate
+from lightning_gpipe.schedule.simulate import peak_graphs
 from tests.ranks import run_ranks
 from tests.training import train
 
@@ -122,9 +122,9 @@ def held(checkpoint: Checkpoint, **options: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", 0.5, "never"])
 def test_mini_batch_step(checkpoint: Checkpoint) -> None:
-    said = simulate(fill_drain(PLACEMENT, MICRO_BATCHES, checkpoint))
+    said = fill_drain(PLACEMENT, MICRO_BATCHES, checkpoint)
     found = run_ranks(held, STAGES, checkpoint)
-    assert found == [(most, 0) for most in said.peak_graphs]
+    assert found == [(peak_graphs(program), 0) for program in said.programs]
 
 
 def in_micro_batches(checkpoint: Checkpoint, schedule: str) -> tuple[int, int]:
@@ -135,12 +135,11 @@ def in_micro_batches(checkpoint: Checkpoint, schedule: str) -> tuple[int, int]:
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
 def test_micro_batch_step(checkpoint: Checkpoint, schedule: str) -> None:
     if schedule == "1f1b":
-        programs = one_f_one_b(PLACEMENT, MICRO_BATCHES, checkpoint)
+        said = one_f_one_b(PLACEMENT, MICRO_BATCHES, checkpoint)
     else:
-        programs = fill_drain(PLACEMENT, MICRO_BATCHES, checkpoint, ascending=True)
-    said = simulate(programs)
+        said = fill_drain(PLACEMENT, MICRO_BATCHES, checkpoint, ascending=True)
     found = run_ranks(in_micro_batches, STAGES, checkpoint, schedule)
-    assert found == [(most, 0) for most in said.peak_graphs]
+    assert found == [(peak_graphs(program), 0) for program in said.programs]
 
 
 def in_all_steps(stages: int, virtual: int, checkpoint: Checkpoint) -> list[int]:
@@ -149,9 +148,9 @@ def in_all_steps(stages: int, virtual: int, checkpoint: Checkpoint) -> list[int]
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_the_first_step_holds_no_more_than_others(checkpoint: Checkpoint) -> None:
-    said = simulate(one_f_one_b(rounds(STAGES), MICRO_BATCHES, checkpoint)).peak_graphs
+    said = one_f_one_b(rounds(STAGES), MICRO_BATCHES, checkpoint)
     found = run_ranks(in_all_steps, STAGES, STAGES, 1, checkpoint)
-    assert found == [[most] * 3 for most in said]
+    assert found == [[peak_graphs(program)] * 3 for program in said.programs]
 
 
 @pytest.mark.parametrize(("checkpoint", "most"), [("always", 1), ("never", 2)])

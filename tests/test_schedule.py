@@ -32,9 +32,9 @@ from lightning_gpipe.schedule.gpipe import (
     without_backwards,
 )
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
-from lightning_gpipe.schedule.placement import rounds, there_and_back
+from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import held, search
-from lightning_gpipe.schedule.simulate import grid, receives, simulate
+from lightning_gpipe.schedule.simulate import peak_graphs, receives, simulate
 
 SWEEP = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 32), CHECKPOINT_MODES))
 
@@ -43,6 +43,26 @@ def program(text: str) -> Program:
     """The program that is written as its actions' ``repr``."""
     words = [re.fullmatch(r"(\d+)([A-Z])(\d+)", word) for word in text.split()]
     return tuple(Action(int(w[1]), w[2], int(w[3])) for w in words if w)  # type: ignore[arg-type]
+
+
+def there_and_back(ranks: int) -> tuple[int, ...]:
+    """Two stages a rank: from the first rank to the last, and back to the first."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def grid(schedule: Schedule) -> str:
+    """Draw a schedule: a row a rank, a column a unit of time, every action taking one."""
+    stages = len(schedule.placement)
+    spans = simulate(schedule, Costs(*[(1.0,) * stages] * 5)).spans
+    rows = [["   "] * round(max(span.end for span in spans)) for _ in schedule.programs]
+    for span in spans:
+        rows[span.rank][round(span.start)] = repr(span.action)
+    return "\n".join(f"rank {rank} | {' '.join(row)}".rstrip() for rank, row in enumerate(rows))
+
+
+def peaks(schedule: Schedule) -> list[int]:
+    """For each rank the largest number of micro-batches whose activations are held at one time."""
+    return [*map(peak_graphs, schedule.programs)]
 
 
 def one_stage_each(*programs: str) -> Schedule:
@@ -125,16 +145,14 @@ def test_every_schedule_is_valid(stages: int, micro_batches: int, mode: Checkpoi
 def test_lengths_are_the_papers(stages: int, micro_batches: int) -> None:
     k, m, f, r, b = stages, micro_batches, 2.0, 3.0, 5.0
     times = Costs.of([f] * k, [b] * k, [r] * k)
-    never = simulate(fill_drain(rounds(k), m, "never"), times)
+    kept, again = (fill_drain(rounds(k), m, mode) for mode in ("never", "always"))
+    never, always = simulate(kept, times), simulate(again, times)
     assert never.length == pytest.approx((m + k - 1) * (f + b))
     assert never.bubble == pytest.approx((k - 1) / (m + k - 1))
-    always = simulate(fill_drain(rounds(k), m, "always"), times)
     # the first recompute fills the time in which the first gradient is on its way
     assert always.length == pytest.approx((m + k - 1) * f + m * (r + b) + (k - 1) * b)
-    assert always.peak_graphs == (1,) * k
-    assert always.peak_inputs == (m,) * k
-    assert never.peak_graphs == (m,) * k
-    assert never.peak_inputs == (0,) * k
+    assert peaks(again) == [1] * k
+    assert peaks(kept) == [m] * k
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
@@ -185,7 +203,7 @@ def test_a_rank_may_run_several_stages() -> None:
     validate(INTERLEAVED)
     simulation = simulate(INTERLEAVED)
     assert len(simulation.spans) == 4 * 4 * 2
-    assert simulation.peak_graphs[0] > simulation.peak_graphs[1]
+    assert peaks(INTERLEAVED)[0] > peaks(INTERLEAVED)[1]
     assert simulation.bubble < simulate(fill_drain(rounds(2), 4, "never")).bubble
     assert grid(INTERLEAVED).startswith("rank 0 | 0F0 0F1 2F0 2F1 0F2")
 
@@ -255,7 +273,7 @@ def test_fill_drain_and_1f1b_run_to_their_end(ranks: int, virtual: int, micro_ba
         )
     if virtual == 1:
         most = [min(ranks - rank, micro_batches) for rank in range(ranks)]
-        assert list(simulate(one_f_one_b(placement, micro_batches, "never")).peak_graphs) == most
+        assert peaks(one_f_one_b(placement, micro_batches, "never")) == most
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -280,7 +298,6 @@ def test_looped_fill_drain_is_shorter() -> None:
 
 
 def test_there_and_back() -> None:
-    assert there_and_back(3) == (0, 1, 2, 2, 1, 0)
     validate(fill_drain(there_and_back(3), 4, "always"))
 
 

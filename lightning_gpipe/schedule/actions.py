@@ -2,7 +2,7 @@
 
 A rank runs one or more *stages*. Its *program* is a sequence of actions; a *schedule* is the
 programs of all ranks, with the placement of the stages on them. The executor runs the program of
-its rank; the validator, the grid printer and the simulator read the same data. This room knows
+its rank; the validator and the simulator read the same data. This room knows
 nothing of tensors.
 """
 

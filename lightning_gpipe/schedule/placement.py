@@ -14,8 +14,3 @@ def rounds(ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
         For each of the V x K stages its rank.
     """
     return tuple(range(ranks)) * virtual_stages
-
-
-def there_and_back(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank: from the first rank to the last, and back to the first."""
-    return (*range(ranks), *reversed(range(ranks)))

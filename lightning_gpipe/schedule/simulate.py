@@ -1,4 +1,4 @@
-"""Replays a schedule in simulated time: its length, its bubble, what it holds."""
+"""Replays a schedule in simulated time: its length, its bubble, its messages."""
 
 from __future__ import annotations
 
@@ -29,17 +29,11 @@ class Simulation:
         length: Time from the first start to the last end.
         bubble: Share of the ranks' time that is idle, 0 to 1: (K-1)/(M+K-1) for equal stages
             without recompute, one on each rank.
-        peak_inputs: For each rank the largest number of boundary inputs that wait for a recompute
-            at one time.
-        peak_graphs: For each rank the largest number of micro-batches whose activations are held at
-            one time, those of each of its stages counted.
     """
 
     spans: tuple[Span, ...]
     length: float
     bubble: float
-    peak_inputs: tuple[int, ...]
-    peak_graphs: tuple[int, ...]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
@@ -63,8 +57,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         spans=tuple(spans),
         length=length,
         bubble=1 - busy / (length * len(schedule.programs)) if length else 0.0,
-        peak_inputs=tuple(_peak_inputs(program) for program in schedule.programs),
-        peak_graphs=tuple(peak_graphs(program) for program in schedule.programs),
     )
 
 
@@ -192,29 +184,8 @@ def _waits_for(schedule: Schedule, program: Program, place: int) -> Action | Non
     return None if goes_on else schedule.last_of(before)
 
 
-def grid(schedule: Schedule) -> str:
-    """Draw a schedule: a row a rank, a column a unit of time, every action taking one."""
-    spans = _alike(schedule)
-    width = max((len(repr(span.action)) for span in spans), default=3)
-    columns = round(max((span.end for span in spans), default=0))
-    rows = [[" " * width] * columns for _ in schedule.programs]
-    for span in spans:
-        rows[span.rank][round(span.start)] = repr(span.action).ljust(width)
-    return "\n".join(f"rank {rank} | {' '.join(row)}".rstrip() for rank, row in enumerate(rows))
-
-
-def _peak_inputs(program: Program) -> int:
-    """Largest number of inputs between a forward and its recompute."""
-    recomputed = {(stage, m) for stage, op, m in program if op == "R"}
-    held = peak = 0
-    for stage, op, m in program:
-        held += (op == "F" and (stage, m) in recomputed) - (op == "R")
-        peak = max(peak, held)
-    return peak
-
-
 def peak_graphs(program: Program) -> int:
-    """Largest number of graphs between their making and their backward."""
+    """Largest number of graphs between their making and their backward, of all stages of a rank."""
     kept = kept_graphs(program)
     held = peak = 0
     for stage, op, m in program:
