@@ -94,19 +94,12 @@ class DrawsNoted:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, self._states(device)
+        self._device, self._before = device, RandomState.current(device, with_global=False)
 
     def has_drawn(self) -> bool:
         """Whether anything was drawn since this was made."""
-        now = self._states(self._device)
-        return not all(map(torch.equal, self._before, now))
-
-    @staticmethod
-    def _states(device: torch.device) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if device.type != "cpu":
-            states.append(_module(device).get_rng_state(*_place(device)))
-        return states
+        now = RandomState.current(self._device, with_global=False)
+        return not now.equals(self._before)
 
 
 def seed_torch(device: torch.device, seed: int) -> None:
