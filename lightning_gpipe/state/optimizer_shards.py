@@ -8,7 +8,8 @@ an optimizer passes over a parameter without a gradient, and makes no state for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,19 +121,7 @@ class OptimizerShards:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Take gradients away, after the closure that computes them if there is one."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._take(optimizer)
-            return None
-
-        def closure_and_take() -> Any:
-            result = closure()
-            self._take(optimizer)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": closure_and_take}
-        return (args[0], closure_and_take, *args[2:]), kwargs
+        return after_closure(args, kwargs, partial(self._take, optimizer))
 
     def _take(self, optimizer: Optimizer) -> None:
         taken, parameters = [], self._parameters(optimizer)
@@ -159,6 +148,34 @@ class OptimizerShards:
         ]
         for replica in range(self.count):
             channel.share([p for p in moved if self.keeper(p) == replica], source=replica)
+
+
+def after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Act in a step of an optimizer after its closure, which computes gradients; else at once.
+
+    Args:
+        args: What the step is called with, the optimizer first.
+        kwargs: The same.
+        act: What is called.
+
+    Returns:
+        What the step is called with instead; None: it has no closure.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        act()
+        return None
+
+    def closure_and_act() -> Any:
+        result = closure()
+        act()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_and_act}
+    return (args[0], closure_and_act, *args[2:]), kwargs
 
 
 def _move(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.state.optimizer_shards import after_closure
 from lightning_gpipe.tensors.random_state import DrawsNoted
 
 
@@ -49,15 +50,7 @@ class _Watch:
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before a step: note what the generators are like, or let its closure do it at its end."""
         self._noted = None
-        is_named = "closure" in kwargs
-        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
-        if closure is None:
-            self._note()
-            return None
-        then_noted = self._then_noted(closure)
-        if is_named:
-            return args, {**kwargs, "closure": then_noted}
-        return (args[0], then_noted, *args[2:]), kwargs
+        return after_closure(args, kwargs, self._note)
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
         """After it, or after one of the class that its own step calls."""
@@ -67,14 +60,6 @@ class _Watch:
                 " its own parameters: the weights would depend on the number of stages. Use one"
                 " stage, or an optimizer that draws from a torch.Generator for each parameter."
             )
-
-    def _then_noted(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def then_noted() -> Any:
-            result = closure()
-            self._note()
-            return result
-
-        return then_noted
 
     def _note(self) -> None:
         self._noted = DrawsNoted(self._device)
