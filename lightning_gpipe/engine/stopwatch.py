@@ -138,12 +138,4 @@ class Recording:
         def seconds(event: _Mark) -> float:
             return now - float(event.elapsed_time(last)) / 1e3
 
-        return [
-            one._replace(
-                start=seconds(one.start),
-                begin=seconds(one.begin),
-                end=seconds(one.end),
-                done=seconds(one.done),
-            )
-            for one in found
-        ]
+        return [one.retimed(seconds) for one in found]

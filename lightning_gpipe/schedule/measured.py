@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from lightning_gpipe.schedule.actions import Action, Op
 
@@ -33,6 +33,11 @@ class Measured(NamedTuple):
     done: float
     beside_s: float = 0.0
     is_outside: bool = False
+
+    def retimed(self, change: Callable[[Any], float]) -> Measured:
+        """The same with other times."""
+        start, begin, end, done = map(change, (self.start, self.begin, self.end, self.done))
+        return self._replace(start=start, begin=begin, end=end, done=done)
 
     @property
     def busy_s(self) -> float:

@@ -6,6 +6,8 @@ import resource
 import sys
 import time
 from dataclasses import replace
+from functools import partial
+from operator import add
 from types import NoneType
 from typing import Any
 
@@ -117,18 +119,8 @@ class Monitored:
 
     def timelines(self) -> list[Timeline]:
         """What every rank did in the last step, on rank 0. Collective over all ranks."""
-        own = [
-            [
-                one._replace(
-                    start=one.start + self._offset_s,
-                    begin=one.begin + self._offset_s,
-                    end=one.end + self._offset_s,
-                    done=one.done + self._offset_s,
-                )
-                for one in row
-            ]
-            for row in self._of_step
-        ]
+        later = partial(add, self._offset_s)
+        own = [[one.retimed(later) for one in row] for row in self._of_step]
         self._of_step = []
         replicas = self._gather(own)
         stages = self._groups.stages
