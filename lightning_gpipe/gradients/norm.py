@@ -13,6 +13,7 @@ from lightning_gpipe.comm.groups import Groups
 Owner = Callable[[Tensor], int | None]
 
 
+@torch.no_grad()
 def gradient_norm(
     parameters: Sequence[Tensor], owner: Owner, groups: Groups, norm_type: float = 2.0
 ) -> Tensor:
@@ -32,26 +33,6 @@ def gradient_norm(
     Returns:
         A scalar on this stage's device.
     """
-    norms = gradient_norms(parameters, owner, groups, norm_type)
-    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return total
-
-
-@torch.no_grad()
-def gradient_norms(
-    parameters: Sequence[Tensor], owner: Owner, groups: Groups, norm_type: float = 2.0
-) -> Tensor:
-    """The norm of the gradient of each parameter of a whole model. Collective over the pipeline.
-
-    Args:
-        parameters: As for :func:`gradient_norm`, and so the others.
-        owner: Tells the stage that holds a parameter; None: all do.
-        groups: The process groups.
-        norm_type: p of the p-norm.
-
-    Returns:
-        ``[parameters]``, zero where there is no gradient.
-    """
     dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
     here = [
@@ -63,7 +44,9 @@ def gradient_norms(
         indices, gradients = zip(*here, strict=True)
         found = torch._foreach_norm(list(gradients), norm_type, dtype=dtype)
         norms[list(indices)] = torch.stack(list(found)).to(norms.device)
-    return groups.pipeline.all_reduce(norms) if len(parameters) else norms
+    norms = groups.pipeline.all_reduce(norms) if len(parameters) else norms
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return total
 
 
 def scale_to_norm(
@@ -80,10 +63,20 @@ def scale_to_norm(
     Raises:
         RuntimeError: If it is one.
     """
-    if only_finite and not total.isfinite():
+    if only_finite:
+        refuse_infinite(total)
+    held = [p for p in parameters if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
+
+
+def refuse_infinite(total: Tensor) -> None:
+    """Refuse to clip gradients by a norm that isn't finite.
+
+    Raises:
+        RuntimeError: With what to do instead.
+    """
+    if not total.isfinite():
         raise RuntimeError(
             f"The norm of the gradients is {total.item()}, so they can't be clipped: look for the"
             " first step with an infinite loss, or give error_if_nonfinite=False."
         )
-    held = [p for p in parameters if p.grad is not None]
-    torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)

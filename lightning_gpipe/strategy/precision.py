@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.gradients.norm import Owner, gradient_norm, scale_to_norm
+from lightning_gpipe.gradients.norm import Owner, gradient_norm, refuse_infinite, scale_to_norm
 from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.strategy import patches
 
@@ -84,11 +84,8 @@ def _total_norm(
     if not norms:
         return torch.zeros((), device=groups.device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The norm of the gradients is {total.item()}, so they can't be clipped: look for the"
-            " first step with an infinite loss, or give error_if_nonfinite=False."
-        )
+    if error_if_nonfinite:
+        refuse_infinite(total)
     return total
 
 
