@@ -49,7 +49,8 @@ class ConsistencyCheck:
 
     @torch.no_grad()
     def _compare(self, loss: Tensor) -> None:
-        marks = [loss.detach().sum().to(self._groups.device), *map(_norm, self._tensors())]
+        norms = (_norm(slot.tensor) for slot in self._held)
+        marks = [loss.detach().sum().to(self._groups.device), *norms]
         lowest, highest = self._ends(torch.stack([mark.double() for mark in marks]))
         spread = highest - lowest
         coarse = 4 * torch.finfo(loss.dtype).eps  # of a loss in half precision
@@ -69,9 +70,6 @@ class ConsistencyCheck:
                 " initialised or given noise after the Trainer started, which draws other numbers"
                 " on each stage."
             )
-
-    def _tensors(self) -> list[Tensor]:
-        return [slot.tensor for slot in self._held]
 
     def _ends(self, marks: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and the highest of every number on all stages."""
