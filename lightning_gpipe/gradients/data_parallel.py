@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.model.parameters import Slot
+from lightning_gpipe.model.parameters import Slot, parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ class DataParallel:
     """
 
     def __init__(self, slots: Sequence[Slot], groups: Groups, options: DataParallelOptions) -> None:
-        parameters = [slot.tensor for slot in slots if slot.is_parameter]
-        self._own = [p for p in parameters if isinstance(p, nn.Parameter)]
+        self._own = parameters_of(slots)
         self._groups = groups
         self._options = options
         self._ddp: DistributedDataParallel | None = None

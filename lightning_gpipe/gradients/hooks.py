@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.model.parameters import Slot
+from lightning_gpipe.model.parameters import Slot, parameters_of
 from lightning_gpipe.tensors.random_state import DrawsNoted
 
 
@@ -30,7 +30,7 @@ class ParameterHooks:
     """
 
     def __init__(self, own: Sequence[Slot], replicated: Sequence[Slot], groups: Groups) -> None:
-        self._own, self._replicated = _parameters(own), _parameters(replicated)
+        self._own, self._replicated = parameters_of(own), parameters_of(replicated)
         self._groups = groups
 
     @contextmanager
@@ -116,11 +116,6 @@ class _Held:
         parameter.grad = gradient if self.gradient is None else self.gradient.add_(gradient)
         for after in list((self.after or {}).values()):
             after(parameter)
-
-
-def _parameters(slots: Sequence[Slot]) -> list[nn.Parameter]:
-    tensors = [slot.tensor for slot in slots if slot.is_parameter]
-    return [t for t in tensors if isinstance(t, nn.Parameter)]
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.gradients.data_parallel import refuse_sparse
-from lightning_gpipe.model.parameters import Slot
+from lightning_gpipe.model.parameters import Slot, parameters_of
 
 
 class SharedParameters:
@@ -39,8 +39,7 @@ class SharedParameters:
         groups: Groups,
         broadcast_buffers: bool,
     ) -> None:
-        tensors = [slot.tensor for slot in slots if slot.is_parameter]
-        self._parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        self._parameters = parameters_of(slots)
         self._outside = [slot for slot in slots if not slot.is_parameter and slot.is_outside]
         self._shared = list(shared_buffers)
         self._versions = [slot.tensor._version for slot in self._shared]

@@ -115,6 +115,12 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
+def parameters_of(slots: Iterable[Slot]) -> list[nn.Parameter]:
+    """The parameters among tensors of a module."""
+    tensors = (slot.tensor for slot in slots if slot.is_parameter)
+    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+
+
 def slots_on_meta(modules: Iterable[nn.Module]) -> list[Slot]:
     """The parameters and buffers of modules that stand on the meta device, each once."""
     places: dict[int, tuple[list[tuple[nn.Module, str]], bool]] = {}
@@ -181,20 +187,19 @@ def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> 
             parent._modules[name] = backbone
 
 
-def _outside_places(module: nn.Module, backbone: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    if module is backbone:
-        return
-    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield module, key
-    for child in module.children():
-        yield from _outside_places(child, backbone)
+def outside_modules(module: nn.Module, backbone: nn.Module) -> Iterator[nn.Module]:
+    """The modules outside the backbone; one that stands in several places several times."""
+    if module is not backbone:
+        yield module
+        for child in module.children():
+            yield from outside_modules(child, backbone)
 
 
 def outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]:
     """Parameters and buffers that stand outside the backbone, by ``id``."""
-    tensors = [getattr(owner, key) for owner, key in _outside_places(module, backbone)]
-    return {id(tensor): tensor for tensor in tensors}
+    parts = outside_modules(module, backbone)
+    tensors = (t for part in parts for t in (*part._parameters.values(), *part._buffers.values()))
+    return {id(tensor): tensor for tensor in tensors if tensor is not None}
 
 
 def outside_buffers(module: nn.Module, backbone: nn.Module) -> list[Tensor]:

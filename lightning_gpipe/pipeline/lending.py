@@ -6,14 +6,15 @@ computes what stands outside the backbone, so the stages that hold it lend it to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.messages import ObjectChannel
-from lightning_gpipe.model.parameters import Slot
+from lightning_gpipe.model.parameters import Slot, outside_modules
 from lightning_gpipe.state.placement import Placement
 
 
@@ -46,13 +47,13 @@ class Lending:
             for i, slot in enumerate(placement.slots)
             if slot.is_parameter and slot.is_outside and slot.owner is not None
         ]
-        for part in _outside(module, backbone):
+        for part in outside_modules(module, backbone):
             inside = {id(p) for p in part.parameters()}
             needed = [(i, slot) for i, slot in slots if id(slot.tensor) in inside]
             if needed:
-                before = _Before(self, needed)
-                self._hooks.append(part.register_forward_pre_hook(before))
-                self._hooks.append(part.register_forward_hook(_After(self), always_call=True))
+                begin, end = _Hook(partial(self.begin, needed)), _Hook(self.end)
+                self._hooks.append(part.register_forward_pre_hook(begin))
+                self._hooks.append(part.register_forward_hook(end, always_call=True))
 
     def forget(self) -> None:
         """Let go of what was lent: it may change from here on."""
@@ -91,30 +92,14 @@ class Lending:
             self._replaced.clear()
 
 
-class _Before:
+class _Hook:
     """A hook that a copy of the module doesn't have."""
 
-    def __init__(self, lending: Lending, needed: list[tuple[int, Slot]]) -> None:
-        self._lending, self._needed = lending, needed
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._lending.begin(self._needed)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _get_nothing, ()
-
-
-class _After:
-    """The same, behind a call."""
-
-    def __init__(self, lending: Lending) -> None:
-        self._lending = lending
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._lending.end()
+    def __call__(self, *_: Any) -> None:
+        self._act()
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing
@@ -129,12 +114,3 @@ def _nothing(*_: Any) -> None:
 
 def _get_nothing() -> Any:
     return _nothing
-
-
-def _outside(module: nn.Module, backbone: nn.Module) -> Iterator[nn.Module]:
-    """The modules outside the backbone."""
-    if module is backbone:
-        return
-    yield module
-    for child in module.children():
-        yield from _outside(child, backbone)

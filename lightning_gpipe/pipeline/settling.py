@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
@@ -21,7 +20,7 @@ from lightning_gpipe.engine.running import AFTER, BEFORE
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
-from lightning_gpipe.model.parameters import Slot
+from lightning_gpipe.model.parameters import Slot, parameters_of
 from lightning_gpipe.model.step_trace import Uses
 from lightning_gpipe.pipeline.lending import Lending
 from lightning_gpipe.pipeline.pipeline import Pipeline, on_ends, shared_parameters
@@ -36,8 +35,7 @@ def begin_to_watch(steps: PerMicroBatch, placement: Placement, groups: Groups) -
     outside = [slot for slot in placement.slots if slot.is_parameter and slot.is_outside]
     steps.trace.uses = Uses(frozenset(id(slot.tensor) for slot in outside))
     if groups.stages == 1:
-        tensors = [slot.tensor for slot in outside]
-        steps.outside.on_both_sides = [t for t in tensors if isinstance(t, nn.Parameter)]
+        steps.outside.on_both_sides = parameters_of(outside)
 
 
 def settle(pipeline: Pipeline, steps: PerMicroBatch) -> Pipeline:
