@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
@@ -24,6 +23,7 @@ from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.places import Place
 from lightning_gpipe.model.promise import Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors.tree import tree_tensors
 
 #: Runs all blocks: called with the first one's value and how each is run.
 RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
@@ -215,7 +215,7 @@ def _unsplit(returned: tuple[Any, ...]) -> frozenset[int]:
     if not returned or not isinstance(returned[0], Tensor) or not returned[0].dim():
         return frozenset()
     n = len(returned[0])
-    tensors = [[t for t in tree_leaves(one) if isinstance(t, Tensor)] for one in returned]
+    tensors = [tree_tensors(one) for one in returned]
     return frozenset(
         i
         for i, found in enumerate(tensors)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_gpipe.tensors.default_type import default_dtype
 from lightning_gpipe.tensors.random_state import preserved
+from lightning_gpipe.tensors.tree import tree_tensors
 
 _HOST = torch.device("cpu")
 #: Operations whose results have no values yet.
@@ -101,7 +102,7 @@ class _Operation:
             torch.set_rng_state(self.generator)
         args, kwargs = tree_unflatten(leaves, self.structure)
         with default_dtype(self.dtype):
-            return _tensors(self.function(*args, **kwargs))
+            return tree_tensors(self.function(*args, **kwargs))
 
 
 class Recording(TorchDispatchMode):
@@ -179,7 +180,7 @@ class Recording(TorchDispatchMode):
         state = _drawn(func, leaves, structure) if is_random and self._draws else None
         result = func(*_on_meta(args, inputs), **_on_meta(kwargs or {}, inputs))
         known = {t.untyped_storage()._cdata for t in inputs if t.is_meta}
-        outputs = [tensor for tensor in _tensors(result) if tensor.is_meta]
+        outputs = [tensor for tensor in tree_tensors(result) if tensor.is_meta]
         made = [t for t in outputs if t.untyped_storage()._cdata not in known]
         changed = [tensor for tensor in written if tensor.is_meta]
         name = func.overloadpacket.__name__
@@ -294,12 +295,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += _tensors(given)
+            found += tree_tensors(given)
     return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 
 def _on_meta(arguments: Any, inputs: Sequence[Tensor]) -> Any:

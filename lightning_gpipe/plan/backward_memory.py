@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import backward  # itself, where a run of one stage has put another in its place
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.on_meta import Pretended, UntraceableLayer, run_layer_on_meta
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.graph import nodes_of
-from lightning_gpipe.tensors.tree import Tree
+from lightning_gpipe.tensors.tree import Tree, tree_tensors
 
 
 def in_backward(
@@ -124,17 +123,14 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {
-            id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key = id(storage)
-                if key not in given and key not in self._known:
-                    self._known.add(key)
-                    self._now += storage.nbytes()
-                    weakref.finalize(storage, self._end, key, storage.nbytes())
+        given = {id(t.untyped_storage()) for t in tree_tensors((args, kwargs))}
+        for tensor in tree_tensors(result):
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            if key not in given and key not in self._known:
+                self._known.add(key)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._end, key, storage.nbytes())
         self.own = max(self.own, self._now)
         self.most = max(self.most, self._now + self._apart)
         return result

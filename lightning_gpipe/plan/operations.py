@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_gpipe.tensors.tree import tree_tensors
 
 
 class Operations(TorchDispatchMode):
@@ -37,17 +38,14 @@ class Operations(TorchDispatchMode):
         if "c10d" in func.namespace:
             raise RuntimeError("It communicates, which other ranks don't expect here.")
         result = func(*args, **(kwargs or {}))
-        given = {
-            id(t.untyped_storage()): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }
+        given = {id(t.untyped_storage()): t for t in tree_tensors((args, kwargs))}
         new = 0
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if id(storage) not in given:
-                    given[id(storage)] = tensor
-                    new += storage.nbytes()
-                    weakref.finalize(storage, self._end, storage.nbytes())
+        for tensor in tree_tensors(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in given:
+                given[id(storage)] = tensor
+                new += storage.nbytes()
+                weakref.finalize(storage, self._end, storage.nbytes())
         if new:
             self._live += new
             self.forward = max(self.forward, self._live)

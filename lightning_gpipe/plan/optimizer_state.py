@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.on_meta import to_meta_leaf
 from lightning_gpipe.tensors.random_state import preserved
-from lightning_gpipe.tensors.tree import CONSTANTS
+from lightning_gpipe.tensors.tree import CONSTANTS, tree_tensors
 
 #: Arguments of PyTorch's optimizers that choose kernels, not what is kept.
 _KERNELS = ("foreach", "fused", "capturable")
@@ -122,6 +121,5 @@ def _copy_for(
 
 
 def _nbytes(state: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
+    storages = {id(t.untyped_storage()): t.untyped_storage() for t in tree_tensors(state)}
     return sum(storage.nbytes() for storage in storages.values())

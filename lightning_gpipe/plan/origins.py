@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.elsewhere import writes
+from lightning_gpipe.tensors.tree import tree_tensors
 
 #: Methods that take from a tensor its type and device, and others that take its shape as well.
 _OF_TYPE = {"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
@@ -47,7 +48,7 @@ class Origins(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        heirs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        heirs = tree_tensors(result)
         name = getattr(func, "__name__", "")
         shapes = [tuple(given[0].shape)] if name in _OF_SHAPE else []
         if writes(name):

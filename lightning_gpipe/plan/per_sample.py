@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
@@ -22,7 +21,7 @@ from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
 from lightning_gpipe.tensors.random_state import preserved
-from lightning_gpipe.tensors.tree import Tree
+from lightning_gpipe.tensors.tree import Tree, tree_tensors
 
 #: Inputs that are remembered: models whose inputs differ in every step have no use for more.
 _REMEMBERED = 64
@@ -268,7 +267,7 @@ class _Trials:
             for index, layer in enumerate(self._layers):
                 _refuse_time_first(index, layer, value)
                 value = run_layer_on_meta(layer, self._run_layer, index, value)
-                shapes += [t.shape[1:] for t in tree_leaves(value) if isinstance(t, Tensor)]
+                shapes += [t.shape[1:] for t in tree_tensors(value)]
         return shapes
 
     def _cannot_tell(self, i: int) -> ValueError:
@@ -285,7 +284,7 @@ class _Trials:
 
 def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:
     """Refuse a layer that takes dimension 0 of its input for time."""
-    hidden = next((t for t in tree_leaves(value) if isinstance(t, Tensor)), None)
+    hidden = next(iter(tree_tensors(value)), None)
     if hidden is None or not isinstance(layer, _SEQUENCE_LAYERS) or hidden.ndim not in (2, 3):
         return
     attention = getattr(layer, "self_attn", layer)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
@@ -23,7 +22,7 @@ from lightning_gpipe.model.on_meta import (
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.plan.backward_memory import differentiate
-from lightning_gpipe.tensors.tree import Tree
+from lightning_gpipe.tensors.tree import Tree, tree_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ class StepWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
+        given = {id(t.untyped_storage()) for t in tree_tensors((args, kwargs))}
+        for tensor in tree_tensors(result):
             storage = tensor.untyped_storage()
             if tensor.device.type == "meta":  # a step computes nothing there, but we do
                 continue
@@ -220,7 +219,3 @@ def output_of(
                 [to_meta_leaf(leaf, place) for leaf in output.leaves]
             ).value()
     return Tree.of(value, "The backbone's output")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 # PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model
 # outputs register with.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from lightning_gpipe.tensors.overlaps import stretch
 
@@ -131,6 +131,11 @@ class Tree:
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def tree_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a pytree, in order, each as often as it stands there."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @cache
