@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, cast
@@ -21,6 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_gpipe.model.remote import METADATA, tensors_in
 
 #: The attribute that says who holds a tensor.
 HOLDER = "_gpipe_holder"
@@ -159,7 +161,7 @@ def holder_of(value: Any) -> Holder:
     Raises:
         TypeError: If it is.
     """
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         if isinstance(tensor, _Elsewhere):
             return cast(Holder, tensor.__dict__[HOLDER])
     raise TypeError("The tensor is held by this stage.")
@@ -172,40 +174,9 @@ _NORMS = {"lightning.pytorch.utilities.grads"}
 #: Methods of optimizers that work parameter by parameter. Others may look at all, as SAM's do.
 _STEPS = {"step", "zero_grad", "_init_group"}
 #: What may be asked of a tensor without its values.
-_METADATA = {
-    "__get__",
-    "__len__",
-    "__repr__",
-    "_has_compatible_shallow_copy_type",
-    "_is_view",
-    "_use_count",
-    "data_ptr",
-    "dim",
-    "element_size",
-    "get_device",
-    "has_names",
-    "is_complex",
-    "is_conj",
-    "is_contiguous",
-    "is_distributed",
-    "is_floating_point",
-    "is_inference",
-    "is_neg",
-    "is_pinned",
-    "is_same_size",
-    "is_set_to",
-    "is_shared",
-    "is_signed",
-    "ndimension",
-    "nelement",
-    "numel",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "retain_grad",
-    "size",
-    "storage_offset",
-    "stride",
+_METADATA = METADATA | {
+    *("__get__", "__repr__", "_has_compatible_shallow_copy_type", "_is_view", "_use_count"),
+    *("data_ptr", "is_distributed", "is_set_to", "register_post_accumulate_grad_hook"),
 }
 #: Draws numbers: on the stage that holds the tensor alone, so that the generators drift apart.
 _RANDOM = re.compile(
@@ -236,7 +207,7 @@ def _set(func: Callable[..., Any], tensor: Tensor, value: Any) -> None:
 def _compute(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    holder = holder_of((args, tuple(kwargs.values())))
+    holder = holder_of((args, kwargs))
     refusal = holder.refusal(f"'{name}'")
     if _RANDOM.search(name):
         raise refusal
@@ -244,7 +215,7 @@ def _compute(
         kwargs = {**kwargs, "device": "meta"}
     if writes(name):
         return _write(func, name, args, kwargs, refusal)
-    inputs = [*_tensors((args, tuple(kwargs.values())))]
+    inputs = tensors_in((args, kwargs))
     theirs = [t for t in inputs if isinstance(t, _Elsewhere)]
     if any(holder_of(t).stage != holder.stage for t in theirs):
         raise refusal
@@ -258,7 +229,7 @@ def _compute(
             result = func(*args, **kwargs)
     except Exception as error:
         raise refusal from error
-    outputs, size = [*_tensors(result)], min(t.numel() for t in theirs)
+    outputs, size = tensors_in(result), min(t.numel() for t in theirs)
     if not outputs or any(not t.is_meta or t.numel() < size for t in outputs):
         raise refusal
     return _marked(result, holder)
@@ -302,7 +273,7 @@ def _write(
         [arg[i] for i in here] if isinstance(arg, (list, tuple)) and len(arg) == len(first) else arg
         for arg in args
     ]
-    if any(isinstance(t, _Elsewhere) for t in _tensors((kept, tuple(kwargs.values())))):
+    if any(isinstance(t, _Elsewhere) for t in tensors_in((kept, kwargs))):
         raise refusal
     return func(*kept, **kwargs) if here else None
 
@@ -319,12 +290,3 @@ def _marked(result: Any, holder: Holder) -> Any:
     if type(result) in (list, tuple):
         return type(result)(_marked(item, holder) for item in result)
     return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments of a function."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast(Sequence[Any], value):
-            yield from _tensors(item)

@@ -139,7 +139,7 @@ def outline_of(value: Any) -> Any:
 
 
 #: What may be asked of a tensor without its values.
-_METADATA = {
+METADATA = {
     "__len__",
     "dim",
     "element_size",
@@ -174,7 +174,7 @@ def is_metadata(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED
-    return name in _METADATA
+    return name in METADATA
 
 
 def read_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
