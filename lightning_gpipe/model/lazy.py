@@ -181,7 +181,7 @@ class LazyModule:
             seed: Of the random numbers.
             prefix: For errors.
         """
-        kept = [(part, Attributes(part)) for part in parts]
+        kept = Attributes(parts)
         begun: dict[int, Tensor] = {}
         for part in parts:
             for name, tensor in _tensors_of(part):  # those with values aren't to be changed
@@ -202,8 +202,7 @@ class LazyModule:
                 values[id(tensor)] = value.detach()
             return values
         finally:
-            for part, attributes in kept:
-                attributes.restore(part)
+            kept.restore()
 
     def _initialize(self, parts: Sequence[nn.Module], unknown: set[nn.Module]) -> None:
         whole = [part for part in parts if _own_hook(part) is not None]

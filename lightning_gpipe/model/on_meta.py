@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -169,13 +169,12 @@ def _left_as_it_was(
 def _attributes_kept(
     module: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
 ) -> Iterator[None]:
-    kept = [(part, Attributes(part)) for part in module.modules()]
+    kept = Attributes(module.modules())
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        for part, attributes in kept:
-            attributes.prepare(part, with_hooks, training, place)
+        kept.prepare(with_hooks, training, place)
         with (
             preserved(device),
             torch.compiler.set_stance("force_eager"),
@@ -187,8 +186,7 @@ def _attributes_kept(
                 yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for part, attributes in kept:
-            attributes.restore(part)
+        kept.restore()
 
 
 @contextmanager
@@ -204,33 +202,34 @@ def _quiet() -> Iterator[None]:
 
 
 class Attributes:
-    """The attributes of a module, and what the lists, dicts and sets among them hold."""
+    """The attributes of modules, and what the lists, dicts and sets among them hold."""
 
-    def __init__(self, part: nn.Module) -> None:
-        self._values = dict(part.__dict__)
-        self._contents = [
-            (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
-        ]
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._values = [(part, dict(part.__dict__)) for part in parts]
+        held = (value for _, values in self._values for value in values.values())
+        self._contents = [(value, value.copy()) for value in held if type(value) in _CONTAINERS]
 
-    def prepare(
-        self, part: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
-    ) -> None:
-        """Ready a module for a call on the meta device; see :func:`run_layer_on_meta`."""
-        for name, value in self._values.items():
-            if isinstance(value, Tensor):  # neither parameter nor buffer: a table, a cache
-                part.__dict__[name] = to_meta_leaf(value, place)
-        if not with_hooks:
-            part.__dict__.update(hooks_of_torch(part))
-        if training is not None:
-            part.__dict__["training"] = training
-        if isinstance(part, nn.SyncBatchNorm):  # without the other processes it saves the same
-            part.__dict__["forward"] = partial(_BatchNorm.forward, part)
+    def prepare(self, with_hooks: bool, training: bool | None, place: Pretended | None) -> None:
+        """Ready the modules for a call on the meta device; see :func:`run_layer_on_meta`."""
+        for part, values in self._values:
+            for name, value in values.items():
+                if isinstance(value, Tensor):  # neither parameter nor buffer: a table, a cache
+                    part.__dict__[name] = to_meta_leaf(value, place)
+            if not with_hooks:
+                part.__dict__.update(hooks_of_torch(part))
+            if training is not None:
+                part.__dict__["training"] = training
+            if isinstance(part, nn.SyncBatchNorm):  # without the other processes it saves the same
+                part.__dict__["forward"] = partial(_BatchNorm.forward, part)
 
-    def restore(self, part: nn.Module) -> None:
-        """Put all back."""
-        part.__dict__.clear()
-        part.__dict__.update(self._values)
-        for value, before in self._contents:
+    def restore(self) -> None:
+        """Put all back, and hold on to nothing."""
+        while self._values:
+            part, values = self._values.pop()
+            part.__dict__.clear()
+            part.__dict__.update(values)
+        while self._contents:
+            value, before = self._contents.pop()
             value.clear()
             (value.extend if type(value) in (list, deque) else value.update)(before)
 

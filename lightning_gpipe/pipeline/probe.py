@@ -7,7 +7,7 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import Attributes
@@ -43,28 +43,19 @@ def probe(
     before_step = BatchBefore(given)
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
-    kept = [(part, Attributes(part)) for part in module.modules()]
+    kept = Attributes(module.modules())
     variables = copy_context()
     try:
         with torch.no_grad(), preserved(device):
             returned = variables.run(step)
     except Reached as reached:
-        _put_back(kept, buffers, before)  # the step will run once more
+        kept.restore()  # the step will run once more
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
         before_step.restore()
         return reached
     for variable, value in variables.items():
         if variable.get(None) is not value:
             variable.set(value)
     return returned
-
-
-def _put_back(
-    kept: list[tuple[nn.Module, Attributes]], buffers: list[Tensor], values: list[Tensor]
-) -> None:
-    """Put back what a step has changed, and hold on to nothing."""
-    while kept:
-        part, attributes = kept.pop()
-        attributes.restore(part)
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)

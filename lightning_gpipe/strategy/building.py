@@ -29,14 +29,13 @@ def lazily(
         init_context: What the precision wants to be built in.
         device: Where tensors go that are neither parameters nor buffers.
     """
-    before = [(part, Attributes(part)) for part in module.modules()]
+    before = Attributes(module.modules())
     random, hook = RandomState.current(device), module._current_fx_name or "configure_model"
     try:
         with LazyModule.of(module).recording(module, device):
             yield
     except Exception as error:
-        for part, attributes in before:
-            attributes.restore(part)
+        before.restore()
         random.restore(device)
         with init_context():
             getattr(module, hook)()

@@ -205,7 +205,7 @@ def _built(module: pl.LightningModule, precision: Precision) -> Iterator[None]:
 
     Layers that it hasn't yet are on the meta device.
     """
-    kept = [(part, Attributes(part)) for part in module.modules()]
+    kept = Attributes(module.modules())
     try:
         if is_overridden("configure_model", module):
             try:
@@ -220,8 +220,7 @@ def _built(module: pl.LightningModule, precision: Precision) -> Iterator[None]:
         _convert(module, converted.dtype)
         yield
     finally:
-        for part, attributes in kept:
-            attributes.restore(part)
+        kept.restore()
 
 
 def _convert(module: nn.Module, dtype: torch.dtype) -> None:

@@ -141,15 +141,18 @@ def _reached(
         uses.seen.clear()
         return made.with_leaves(leaves).value()
 
-    kept = [(part, Attributes(part)) for part in module.modules()]
+    parts = [*module.modules()]
+    kept = Attributes(parts)
     try:
         redirections.take_over(body)
         redirections.add(body, call)
-        keys = {id(fake): key for key, fake in _pretend(module, kept, place).items()}
+        is_training = any(part.training for part in parts)
+        kept.prepare(True, None if is_training else True, place)
+        keys = {id(fake): key for key, fake in _pretend(parts, place).items()}
         # a part may keep the module's own tensors in a list, as an LSTM does
         uses = _Uses(keys | {key: key for key in keys.values()})
         module.__dict__.update(stand_ins(optimizers))
-        for part, _ in kept:
+        for part in parts:
             if isinstance(part, Metric | MetricCollection):  # they check values
                 part.__dict__.update(update=nothing, forward=_no_value, compute=_no_value)
         given = tree_map(lambda leaf: _own_alike(leaf, place), batch)
@@ -171,15 +174,14 @@ def _reached(
         if not reached:
             return None
         if behind is None:
-            held = (id(tensor) for part, _ in kept for tensor in _tensors_of(part))
+            held = (id(tensor) for part in parts for tensor in _tensors_of(part))
             places = Counter(keys[fake] for fake in held if fake in keys)
             again = {key for key, count in places.items() if count > 1}
             behind = again | (places.keys() - used)
         return reached[0], SeenStep(frozenset(used), frozenset(behind), memory)
     finally:
         redirections.end()
-        for part, attributes in kept:
-            attributes.restore(part)
+        kept.restore()
 
 
 def _no_value(*_: Any, **__: Any) -> Tensor:
@@ -191,14 +193,10 @@ def _tensors_of(part: nn.Module) -> list[Tensor]:
     return [tensor for tensor in both if tensor is not None]
 
 
-def _pretend(
-    module: nn.Module, kept: Sequence[tuple[nn.Module, Attributes]], place: Pretended
-) -> dict[int, Any]:
-    """Put tensors without values in the places of a module's; return them by those' ``id``."""
+def _pretend(parts: Sequence[nn.Module], place: Pretended) -> dict[int, Any]:
+    """Put tensors without values in the places of modules'; return them by those' ``id``."""
     known: dict[int, Any] = {}
-    is_training = any(part.training for part, _ in kept)
-    for part, attributes in kept:
-        attributes.prepare(part, True, None if is_training else True, place)
+    for part in parts:
         for entries in (part._parameters, part._buffers):
             for name, tensor in entries.items():
                 if tensor is not None:
