@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.model.on_meta import Attributes
+from lightning_gpipe.model.parameters import own_tensors
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.recording import Recording, View, written_by
 from lightning_gpipe.tensors.random_state import preserved
@@ -184,7 +185,7 @@ class LazyModule:
         kept = Attributes(parts)
         begun: dict[int, Tensor] = {}
         for part in parts:
-            for name, tensor in _tensors_of(part):  # those with values aren't to be changed
+            for name, tensor in own_tensors(part):  # those with values aren't to be changed
                 is_known = not tensor.is_meta  # what it draws comes from the host's generator, too
                 value = tensor.detach().to(_HOST, copy=True) if is_known else values.get(id(tensor))
                 entry = begun.setdefault(id(tensor), _begun(tensor, value))
@@ -222,7 +223,7 @@ _known: WeakKeyDictionary[nn.Module, LazyModule] = WeakKeyDictionary()
 def tensors_on_meta(parts: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The parameters and buffers that stand on the meta device, and that no other stage holds."""
     for part in parts:
-        for name, tensor in _tensors_of(part):
+        for name, tensor in own_tensors(part):
             if tensor.is_meta and not is_elsewhere(tensor):
                 yield part, name, tensor
 
@@ -292,11 +293,6 @@ def _begun(tensor: Tensor, value: Tensor | None) -> Tensor:
         value = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=_HOST)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-
-
-def _tensors_of(part: nn.Module) -> list[tuple[str, Tensor]]:
-    entries = (*part._parameters.items(), *part._buffers.items())
-    return [(name, tensor) for name, tensor in entries if tensor is not None]
 
 
 def _values(recording: Recording, views: dict[int, View]) -> dict[int, Tensor]:

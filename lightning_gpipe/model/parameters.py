@@ -115,6 +115,12 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
+def own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's parameters and buffers by name, without those of modules inside it."""
+    entries = (*part._parameters.items(), *part._buffers.items())
+    return [(name, tensor) for name, tensor in entries if tensor is not None]
+
+
 def parameters_of(slots: Iterable[Slot]) -> list[nn.Parameter]:
     """The parameters among tensors of a module."""
     tensors = (slot.tensor for slot in slots if slot.is_parameter)
@@ -198,8 +204,7 @@ def outside_modules(module: nn.Module, backbone: nn.Module) -> Iterator[nn.Modul
 def outside_tensors(module: nn.Module, backbone: nn.Module) -> dict[int, Tensor]:
     """Parameters and buffers that stand outside the backbone, by ``id``."""
     parts = outside_modules(module, backbone)
-    tensors = (t for part in parts for t in (*part._parameters.values(), *part._buffers.values()))
-    return {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return {id(tensor): tensor for part in parts for _, tensor in own_tensors(part)}
 
 
 def outside_buffers(module: nn.Module, backbone: nn.Module) -> list[Tensor]:

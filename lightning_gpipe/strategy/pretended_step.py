@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import Attributes, Pretended, to_meta_leaf
-from lightning_gpipe.model.parameters import layers_of
+from lightning_gpipe.model.parameters import layers_of, own_tensors
 from lightning_gpipe.model.redirect import Redirections
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.pipeline.probe import Reached
@@ -174,7 +174,7 @@ def _reached(
         if not reached:
             return None
         if behind is None:
-            held = (id(tensor) for part in parts for tensor in _tensors_of(part))
+            held = (id(tensor) for part in parts for _, tensor in own_tensors(part))
             places = Counter(keys[fake] for fake in held if fake in keys)
             again = {key for key, count in places.items() if count > 1}
             behind = again | (places.keys() - used)
@@ -186,11 +186,6 @@ def _reached(
 
 def _no_value(*_: Any, **__: Any) -> Tensor:
     return torch.zeros((), device="cpu")
-
-
-def _tensors_of(part: nn.Module) -> list[Tensor]:
-    both = (*part._parameters.values(), *part._buffers.values())
-    return [tensor for tensor in both if tensor is not None]
 
 
 def _pretend(parts: Sequence[nn.Module], place: Pretended) -> dict[int, Any]:
