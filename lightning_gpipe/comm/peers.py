@@ -104,23 +104,6 @@ class Peers:
         dist.all_reduce(tensor, op, self.host)
         return tensor
 
-    def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Give every member a tensor's values. Collective.
-
-        Args:
-            tensor: Contiguous; of the same shape and type on every member. It may be overwritten.
-            source: The member that has them.
-
-        Returns:
-            The source's values, on the tensor's device.
-        """
-        if self.is_alone:
-            return tensor
-        wire, group = self.route(tensor.device.type)
-        moved = tensor.to(wire)
-        dist.broadcast(moved, self.ranks[source], group)
-        return moved.to(tensor.device)
-
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Give every member the values of one's tensors, in place and in few messages. Collective.
@@ -132,8 +115,10 @@ class Peers:
         for bucket in _buckets([] if self.is_alone else tensors):
             parts = [tensor.detach().reshape(-1) for tensor in bucket]
             flat = torch.cat(parts) if parts[1:] else parts[0].contiguous()
-            data = flat.view(torch.uint8)  # not every type can be sent
-            values = self.broadcast_tensor(data, source).view(flat.dtype)
+            wire, group = self.route(flat.device.type)
+            data = flat.view(torch.uint8).to(wire)  # not every type can be sent
+            dist.broadcast(data, self.ranks[source], group)
+            values = data.to(flat.device).view(flat.dtype)
             if self.index != source:
                 news = values.split([tensor.numel() for tensor in bucket])
                 for tensor, part in zip(bucket, news, strict=True):
