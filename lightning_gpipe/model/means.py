@@ -32,16 +32,17 @@ def is_mean(
     if name in _MEANS or name.endswith("_loss"):
         return kwargs.get("reduction", "mean") in ("mean", "batchmean")
     if name in _MULTIPLES and len(tensors) == 1:  # a mean times a number of samples is a sum
-        return _is_mean(tensors[0]) and not any(map(_may_count, (*args, *kwargs.values())))
+        return is_known_mean(tensors[0]) and not any(map(_may_count, (*args, *kwargs.values())))
     if name in _SAME:
-        return _is_mean(tensors[0])
-    return name in _SUMS and all(map(_is_mean, tensors))
+        return is_known_mean(tensors[0])
+    return name in _SUMS and all(map(is_known_mean, tensors))
 
 
 def _may_count(value: Any) -> bool:
     return isinstance(value, (int, float)) and float(value).is_integer()
 
 
-def _is_mean(tensor: Tensor) -> bool:
+def is_known_mean(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be a mean over samples, if it is a scalar."""
     origin = origin_of(tensor)
     return origin is not None and origin.is_mean

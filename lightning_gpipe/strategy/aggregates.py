@@ -14,7 +14,8 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_gpipe.model.remote import Where, origin_of
+from lightning_gpipe.model.means import is_known_mean
+from lightning_gpipe.model.remote import Where
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.batches import merge
 
@@ -138,6 +139,5 @@ def _is_steps(metric: Any, value: Any) -> bool:
     if isinstance(metric, (MeanMetric, CatMetric)):
         return True
     if isinstance(value, Tensor):
-        origin = origin_of(value)
-        return origin is not None and origin.is_mean
+        return is_known_mean(value)
     return type(value) is int and isinstance(metric, SumMetric)

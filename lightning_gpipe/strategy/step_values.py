@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lightning_gpipe.model.means import is_mean
+from lightning_gpipe.model.means import is_known_mean, is_mean
 from lightning_gpipe.model.remote import name_of, origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.batches import weighted_mean
@@ -200,8 +200,7 @@ def _is_mean(tensor: Tensor) -> bool:
 
 def _may_be_mean(value: Any) -> bool:
     """Whether it is one if it is a scalar, which takes longer to tell."""
-    origin = origin_of(value) if isinstance(value, Tensor) else None
-    return origin is not None and origin.is_mean
+    return isinstance(value, Tensor) and is_known_mean(value)
 
 
 def _is_mean_everywhere(
