@@ -22,10 +22,12 @@ from tests.ranks import run_ranks
 from tests.training import trainer
 
 PACKAGE = Path(lightning_gpipe.__file__).parent
-ON_OBJECTS = [target for target in patches.TARGETS if not target.of_instances]
+KINDS = (patches.Target, patches.Function)
+TARGETS = [value for value in vars(patches).values() if isinstance(value, KINDS)]
+ON_OBJECTS = [target for target in TARGETS if not target.of_instances]
 
 
-@pytest.mark.parametrize("target", patches.TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_target_exists_in_the_installed_version(target: Any) -> None:
     assert target.reason
     if target.of_instances:

@@ -279,37 +279,6 @@ DEFAULT_GROUP = Target(
     "a dataset that shares itself out by rank means replicas",
 )
 
-#: Everything that is replaced; a test walks it.
-TARGETS = (
-    METRIC_SYNC,
-    EPOCH_WARNING,
-    SUMMARY,
-    FILTER_ON_OPTIMIZER,
-    THROUGHPUT_WORLD,
-    THROUGHPUT_FLOPS,
-    MODULE_FORWARD,
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
-    UNSCALE,
-    TOTAL_NORM,
-    CLIPPED_GROUPS,
-    ASYNC_REMOVE,
-    SAVE_ON_EXCEPTION,
-    LOG_GRAPH,
-    AUTOGRAD_BACKWARD,
-    AUTOGRAD_GRAD,
-    REGISTER_HOOK,
-    RETAIN_GRAD,
-    SAVED_TENSORS_HOOKS,
-    REPARAMETRIZE,
-    SIGTERM_BROADCAST,
-    TRY_BATCH_SIZE,
-    BATCH_SIZE_FILE,
-    LOG,
-    CLOSURE,
-    DEFAULT_GROUP,
-)
-
 
 @contextmanager
 def hooks_counted() -> Iterator[None]:
