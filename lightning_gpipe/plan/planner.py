@@ -294,16 +294,15 @@ class Planner:
 
     def _costs_of(self, partition: Partition, chunks: int, count: int) -> Costs:
         """What each virtual stage takes for one of so many micro-batches."""
-        costs, count = self._costs_of_layers(chunks), 1 if self.measure is not None else count
+        if self.measure is None:  # operations of a mini-batch, else seconds of a micro-batch
+            costs = self._shares.flops()
+        else:
+            costs, count = self._timed(chunks), 1
 
         def of_parts(kind: str) -> list[float]:
             return [sum(getattr(costs[i], kind) for i in p) / count for p in partition.parts]
 
         return Costs.of(of_parts("forward"), of_parts("backward"), of_parts("recompute"))
-
-    def _costs_of_layers(self, chunks: int) -> Sequence[LayerCost]:
-        """Seconds of a micro-batch, or the operations of a mini-batch."""
-        return self._shares.flops() if self.measure is None else self._timed(chunks)
 
     def _parameters(self, parts: tuple[range, ...]) -> int:
         own = {id(p): p for part in parts for i in part for p in self.layers[i].parameters()}
