@@ -41,14 +41,9 @@ def consolidate(folder: str, file: str, overwrite: bool = False) -> None:
         with system.open(local, "wb") as stream:
             torch.save(checkpoint, stream)
         return
-    replacing.remove_leftovers(local)
-    temporary = replacing.temporary_name(local)
-    try:
+    with replacing.replaced(local) as temporary:
         Path(local).parent.mkdir(parents=True, exist_ok=True)
         torch.save(checkpoint, temporary)
-        replacing.take_place(temporary, local)
-    finally:
-        replacing.remove(temporary)
 
 
 def shard(file: str, folder: str, overwrite: bool = False) -> None:

@@ -12,7 +12,8 @@ import glob
 import os
 import platform
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _HOST = platform.node()
 _EXCHANGE, _HERE = 2, -100  # of renameat2: swap two names; paths are as given
@@ -43,6 +44,18 @@ def take_place(temporary: str, target: str) -> None:
         remove(old)
     _to_disk(os.path.dirname(target))
     remove(temporary)  # the old one, if they were exchanged
+
+
+@contextmanager
+def replaced(target: str) -> Iterator[str]:
+    """Write what takes the place of a file inside this context, under the name that it gives."""
+    remove_leftovers(target)
+    temporary = temporary_name(target)
+    try:
+        yield temporary
+        take_place(temporary, target)
+    finally:
+        remove(temporary)
 
 
 def found(target: str) -> str:

@@ -48,13 +48,8 @@ class WholeFileIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         refuse_other_files(local)
-        replacing.remove_leftovers(local)
-        temporary = replacing.temporary_name(local)
-        try:
+        with replacing.replaced(local) as temporary:
             super().save_checkpoint(checkpoint, temporary, storage_options)
-            replacing.take_place(temporary, local)
-        finally:
-            replacing.remove(temporary)
 
     @override
     def load_checkpoint(
