@@ -197,7 +197,7 @@ class Pipeline:
         self.engine.begin_step(*step)
 
     def forward(self, input: Any, run_layer: RunLayer) -> Any:
-        """See :meth:`Engine.forward`. Collective over the pipeline."""
+        """See :meth:`WholeBatch.forward`. Collective over the pipeline."""
         batch, whole = Tree.of(input, "The backbone's input"), frozenset[int]()
         if self.surroundings.chunks > 1:
             whole = self.per_sample.whole(batch, run_layer)
