@@ -47,10 +47,12 @@ class Hoard(torchmetrics.Metric):
         self.rows: list[Tensor] = []
         self.count, self.by_class = 0, dict[int, int]()
         self.largest: Tensor | None = None
+        self.total = torch.zeros(())
 
     def update(self, scores: Tensor, targets: Tensor) -> None:
         self.rows.append(scores.detach())
         self.count += len(targets)
+        self.total = self.total + targets.sum()
         for target in targets.tolist():
             self.by_class[target] = self.by_class.get(target, 0) + 1
         before = scores.amax() if self.largest is None else self.largest
@@ -59,11 +61,12 @@ class Hoard(torchmetrics.Metric):
     def compute(self) -> Tensor:
         classes = sum(number * count for number, count in self.by_class.items())
         assert self.largest is not None
-        return torch.cat(self.rows).norm() + self.count + classes + self.largest
+        return torch.cat(self.rows).norm() + self.count + classes + self.largest + self.total
 
     def reset(self) -> None:
         super().reset()
         self.rows, self.count, self.by_class, self.largest = [], 0, {}, None
+        self.total = torch.zeros(())
 
 
 class Classifier(L.LightningModule):

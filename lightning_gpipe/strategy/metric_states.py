@@ -57,6 +57,16 @@ class MetricStates:
         self._kept = {i: kept for i, kept in self._kept.items() if i in left}
 
 
+class _Same:
+    """Equals what holds the same object, which lives as long: so no other one gets its ``id``."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+
 def _others(metric: Metric) -> dict[str, Any]:
     """Attributes that hold data and are no states."""
     return {
@@ -69,7 +79,7 @@ def _others(metric: Metric) -> dict[str, Any]:
 def _mark(value: Any) -> Any:
     """What tells that a value has changed."""
     if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
+        return _Same(value), 0 if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return value.shape, value.tobytes()
     if isinstance(value, Mapping):
@@ -78,4 +88,4 @@ def _mark(value: Any) -> Any:
         return [_mark(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return set(value)
-    return value if isinstance(value, _DATA) else id(value)
+    return value if isinstance(value, _DATA) else _Same(value)
