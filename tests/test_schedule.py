@@ -373,7 +373,7 @@ def random_search(number: int) -> tuple[Case, Schedule]:
     return case, search(*case)
 
 
-@pytest.mark.parametrize("number", range(0, 500, 50))
+@pytest.mark.parametrize("number", range(0, 250, 50))
 def test_fuzz_of_searched_programs(number: int) -> None:
     for case, found in map(random_search, range(number, number + 50)):
         placement, micro_batches, mode, costs, limit = case
@@ -430,7 +430,7 @@ def runs_one_message_at_a_time(schedule: Schedule) -> bool:
     return not any(queues)
 
 
-@pytest.mark.parametrize("number", range(0, 500, 50))
+@pytest.mark.parametrize("number", range(0, 250, 50))
 def test_ranks_post_messages_in_one_order(number: int) -> None:
     for case, found in map(random_search, range(number, number + 50)):
         placement, micro_batches, mode, _, _ = case
