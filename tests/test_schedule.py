@@ -373,6 +373,15 @@ def random_search(number: int) -> tuple[Case, Schedule]:
     return case, search(*case)
 
 
+def test_a_backward_that_was_disturbed_is_not_split() -> None:
+    """Whole ones were measured while the processor did something else, too."""
+    times = {"F": 1.0, "R": 1.0, "B": 2.6, "I": 1.0, "W": 1.0}
+    costs = Costs.measured({(s, op): t for s in range(2) for op, t in times.items()}, 2)
+    assert costs.backward == (2.0, 2.0)
+    found = search((0, 1), 8, "always", costs, 1.0)
+    assert {action.op for program in found.programs for action in program} == {"F", "R", "B"}
+
+
 @pytest.mark.parametrize("number", range(0, 250, 50))
 def test_fuzz_of_searched_programs(number: int) -> None:
     for case, found in map(random_search, range(number, number + 50)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,6 +61,9 @@ class Costs:
     ) -> Costs:
         """What was measured; what wasn't follows of the rest.
 
+        A whole backward does what its halves do, so where it took longer, the processor was busy
+        with something else. Taken for true, that would have backwards split, which holds more.
+
         Args:
             times: For stages and kinds of actions the time.
             stages: The number of stages.
@@ -70,8 +74,10 @@ class Costs:
         for s, f in enumerate(forward):
             half, rest = times.get((s, "I")), times.get((s, "W"))
             whole = times.get((s, "B"))
-            if whole is None:
-                whole = BACKWARD_RATIO * f if half is None or rest is None else half + rest
+            if half is not None and rest is not None:  # what is one doesn't take longer
+                whole = min(half + rest, math.inf if whole is None else whole)
+            elif whole is None:
+                whole = BACKWARD_RATIO * f
             columns["R"].append(times.get((s, "R"), f))
             columns["B"].append(whole)
             columns["I"].append(whole / 2 if half is None else half)
