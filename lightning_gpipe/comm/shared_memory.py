@@ -155,5 +155,6 @@ def read(file: int, place: int, into: memoryview) -> None:
 
 
 def _size_for(count: int) -> int:
-    """The size of a place: a power of two, so that few sizes are kept; untouched pages are free."""
-    return max(_PAGE, 1 << (count - 1).bit_length())
+    """The size of a place: one of four between two powers of two, so that few are kept."""
+    step = max(_PAGE, (1 << (count - 1).bit_length()) // 8)
+    return -(-count // step) * step
