@@ -7,7 +7,9 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from tests.benchmarks.report import Table
@@ -58,12 +60,18 @@ def lead(pipe: Connection) -> None:
     take_turns([Contestant("a", waits, 2)], rounds=1, steps=1, warm_up=0)
 
 
-def test_contestants_end_with_who_leads_the_rounds() -> None:
+def started(lead: Callable[[Connection], None]) -> tuple[SpawnProcess, Connection]:
+    """A process that has computed nothing before it forks, as tests here may have."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     leader = context.Process(target=lead, args=(theirs,))
     leader.start()
     theirs.close()
+    return leader, ours
+
+
+def test_contestants_end_with_who_leads_the_rounds() -> None:
+    leader, ours = started(lead)
     assert ours.recv() == "begun"
     children = f"/proc/{leader.pid}/task/{leader.pid}/children"
     while not (found := Path(children).read_text().split()):
@@ -98,9 +106,16 @@ def runs(turn: Turn) -> None:
         pass
 
 
-def test_a_contestant_that_fails_has_a_word_in_the_table() -> None:
+def lead_some_that_fail(pipe: Connection) -> None:
     found = [Contestant("a", fails, 2), Contestant("b", dies, 1), Contestant("c", runs, 2)]
     results = take_turns(found, rounds=2, steps=1, warm_up=1)
-    assert results["a"].error == "ValueError: no such thing"
-    assert results["b"].error
-    assert len(results["c"].step_s) == 2
+    pipe.send([(results[name].error, len(results[name].step_s)) for name in "abc"])
+
+
+def test_a_contestant_that_fails_has_a_word_in_the_table() -> None:
+    leader, ours = started(lead_some_that_fail)
+    (failed, _), (died, _), (error, rounds) = ours.recv()
+    leader.join()
+    assert failed == "ValueError: no such thing"
+    assert died
+    assert (error, rounds) == (None, 2)
