@@ -377,3 +377,33 @@ def test_indices_of_the_mini_batch_are_explained() -> None:
     with pytest.raises(IndexError) as found:
         train(module, batches, devices=1, strategy=GPipeStrategy(4), max_steps=1)
     assert "indices of rows of the mini-batch" in "".join(found.value.__notes__)
+
+
+class SparseTable(models.Module):
+    """Clipping by the norm failed: that of a sparse gradient can't be of another type."""
+
+    def build(self) -> None:
+        table = nn.Embedding(5, WIDTH, sparse=True)
+        self.backbone = nn.Sequential(table, nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.backbone((x[:, 0].abs() * 2).long() % 5), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def clipped(state: Any, stages: int) -> dict[str, Tensor]:
+    module = SparseTable()
+    module.load_state_dict(state)
+    strategy = GPipeStrategy(2)
+    return train(module, max_steps=3, devices=stages, strategy=strategy, gradient_clip_val=0.01)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sparse_gradients_in_the_backbone_are_clipped(stages: int) -> None:
+    module = SparseTable()
+    initial = copy.deepcopy(module.state_dict())
+    expected = train(module, max_steps=3, devices=1, gradient_clip_val=0.01)
+    state = run_ranks(clipped, stages, initial, stages)[0]
+    torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)

@@ -36,7 +36,7 @@ def gradient_norm(
     dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
     here = [
-        (i, p.grad.abs() if p.grad.is_complex() else p.grad)
+        (i, _entries(p.grad))
         for i, p in enumerate(parameters)
         if p.grad is not None and (owner(p) or 0) == groups.stage
     ]
@@ -47,6 +47,13 @@ def gradient_norm(
     norms = groups.pipeline.all_reduce(norms) if len(parameters) else norms
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """Real numbers that have the gradient's norm."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    return gradient.abs() if gradient.is_complex() else gradient
 
 
 def scale_to_norm(
