@@ -407,3 +407,63 @@ def test_sparse_gradients_in_the_backbone_are_clipped(stages: int) -> None:
     expected = train(module, max_steps=3, devices=1, gradient_clip_val=0.01)
     state = run_ranks(clipped, stages, initial, stages)[0]
     torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
+
+
+class Annealing(models.Module):
+    """Other ranks had the first number, after the run and in the next one, whose cut differs."""
+
+    class Layer(nn.Linear):
+        scale = 1.0
+        is_used = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.scale = max(0.1, self.scale * 0.9)
+                self.is_used = True
+            return super().forward(x) * self.scale
+
+    class Extra(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.seen = {"calls": 0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen["calls"] += self.training
+            return super().forward(x) / (1 + self.seen["calls"])
+
+        def get_extra_state(self) -> Any:
+            return dict(self.seen)
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = dict(state)
+
+    def build(self) -> None:
+        layers = (self.Layer(WIDTH, WIDTH), self.Extra(), self.Layer(WIDTH, WIDTH), self.Extra())
+        self.backbone = nn.Sequential(*layers)
+
+
+def annealed(state: Any, stages: int) -> tuple[Tensor, list[Any], dict[str, Any]]:
+    torch.manual_seed(0)
+    module = Annealing("sgd")
+    module.load_state_dict(state)
+    for balance in ([1, 3], [3, 1]):
+        options: dict[str, Any] = {}
+        if stages:
+            options["strategy"] = GPipeStrategy(1, balance=balance if stages > 1 else [4])
+        train(module, max_steps=3, devices=stages or 1, **options)
+    module.eval()
+    out = module.backbone(torch.ones(2, WIDTH, dtype=torch.float64))
+    kept = [(vars(m).get("scale"), vars(m).get("is_used")) for m in module.backbone]
+    return out.detach(), kept, module.state_dict()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_layers_keep_outlives_a_run_on_every_rank(stages: int) -> None:
+    torch.manual_seed(0)
+    initial = copy.deepcopy(Annealing("sgd").state_dict())
+    expected = annealed(initial, 0)
+    assert expected[1][0] == (pytest.approx(0.9**6), True)
+    for found in run_ranks(annealed, stages, initial, stages):
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-10)
+        assert found[1] == expected[1]
+        torch.testing.assert_close(found[2], expected[2], rtol=0, atol=1e-10)

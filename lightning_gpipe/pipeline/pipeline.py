@@ -40,6 +40,7 @@ from lightning_gpipe.state.gather import (
     PartialStateDict,
     StageTensors,
 )
+from lightning_gpipe.state.kept_in_layers import share_kept
 from lightning_gpipe.state.late_buffers import share_late_buffers
 from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.optimizers import (
@@ -317,6 +318,7 @@ class Pipeline:
         self.tensors.restore(is_whole=self.lazy is None)
         if self.lazy is None and groups.stages > 1:
             share_late_buffers(self.module, self.placement, groups.pipeline)
+            share_kept(self.module, self.placement, groups.pipeline)
         outside_to(self.module, self.body, HOST)  # also what modules such as metrics move along
         if groups.stages == 1:
             self.body.to(HOST)  # also what the user added
