@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
@@ -407,6 +408,35 @@ def test_sparse_gradients_in_the_backbone_are_clipped(stages: int) -> None:
     expected = train(module, max_steps=3, devices=1, gradient_clip_val=0.01)
     state = run_ranks(clipped, stages, initial, stages)[0]
     torch.testing.assert_close(state, expected, rtol=0, atol=1e-10)
+
+
+class HookedWeights(models.Module):
+    """A weight that a hook computes before each forward kept the graph of those to be moved."""
+
+    def build(self) -> None:
+        super().build()
+        self.double()
+        nn.utils.weight_norm(self.backbone[0])
+        prune.l1_unstructured(self.backbone[2], "weight", 0.4)
+
+
+def hooked(state: Any, stages: int) -> tuple[dict[str, Tensor], Tensor]:
+    module = HookedWeights()
+    module.load_state_dict(state)
+    for _ in range(2):
+        strategy: Any = GPipeStrategy(2) if stages else "auto"
+        train(module, max_steps=3, devices=stages or 1, strategy=strategy)
+    out = module(torch.ones(1, WIDTH, dtype=torch.float64))
+    return module.state_dict(), out.detach()
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_hooks_compute_are_moved(stages: int) -> None:
+    initial = copy.deepcopy(HookedWeights().state_dict())
+    expected = hooked(initial, 0)
+    for found in run_ranks(hooked, stages, initial, stages):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 class Annealing(models.Module):

@@ -77,6 +77,8 @@ class Slot:
         recurrent = [module for module, _ in self.places if isinstance(module, nn.RNNBase)]
         for module in recurrent:
             module._flat_weight_refs = []  # weak references, for what torch.compile does
+        for module, _ in self.places:
+            _drop_graphs(module)
         hooks: Any = parameter
         kept = hooks._backward_hooks, hooks._post_accumulate_grad_hooks
         try:
@@ -89,8 +91,7 @@ class Slot:
             raise RuntimeError(
                 f"Can't move the parameter {self.names[0]} between stages, because something holds"
                 f" a weak reference to it or to its graph ({error}). Drop graphs and weak"
-                " references to the model before the Trainer runs. The old"
-                " torch.nn.utils.weight_norm holds one: use parametrizations.weight_norm."
+                " references to the model before the Trainer runs."
             ) from error
 
     def withhold(self, holder: Holder) -> None:
@@ -108,6 +109,18 @@ class Slot:
                 tensor.grad = tensor.grad.to(device)
         else:
             self.replace(tensor.to(device))
+
+
+def _drop_graphs(module: nn.Module) -> None:
+    """Drop the graphs of weights that hooks compute anew before each forward.
+
+    Those of ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.prune`` do.
+    """
+    for hook in module._forward_pre_hooks.values():
+        for name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+            weight = vars(module).get(name) if isinstance(name, str) else None
+            if isinstance(weight, Tensor) and weight.grad_fn is not None:
+                setattr(module, str(name), weight.detach())
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:
