@@ -148,7 +148,7 @@ def parse_arguments() -> argparse.Namespace:
         description="Train a translation model, cut into a pipeline of stages.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--file", type=Path, nargs="+", default=[VERSES], help="the text")
+    parser.add_argument("--file", type=Path, nargs="+", help="one or two; without them verses")
     parser.add_argument(
         "--longest", type=int, default=60, help="characters; pairs with a longer text are left out"
     )
@@ -163,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     L.seed_everything(1)
-    data = Pairs(arguments.file, arguments.longest)
+    data = Pairs(arguments.file or [VERSES], arguments.longest)
     sizes = arguments.layers, arguments.hidden, arguments.heads, arguments.width
     model = Translator(len(data.characters) + UNKNOWN + 1, *sizes)
     cost = Cost()
