@@ -252,7 +252,8 @@ class PerMicroBatch:
         if running.has_called:
             raise RuntimeError(
                 "The step calls the backbone twice, which step='micro-batch' can't do: use"
-                " GPipeStrategy(step='mini-batch')."
+                " GPipeStrategy(step='mini-batch'), or make the other call in a hook, such as"
+                " on_validation_epoch_end, which has the whole model to call."
             )
         running.has_called, watch = True, self._rank.executor.watch
         watch.end_outside(Action(self._anchor, "F", running.m))
