@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
 from lightning_gpipe.model.remote import on_meta, tensors_in
 
@@ -94,10 +94,7 @@ def _outline(func: Any, args: Any, kwargs: Any) -> Any:
         if len(set(floats)) < 2:
             raise
         widest = torch.float64 if torch.float64 in floats else torch.float32
-        args, kwargs = tree_map(
-            lambda leaf: (
-                leaf.to(widest) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            ),
-            (args, kwargs),
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: t.to(widest) if t.is_floating_point() else t, (args, kwargs)
         )
         return func(*args, **kwargs)

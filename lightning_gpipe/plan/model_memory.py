@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
@@ -117,7 +117,11 @@ class ModelMemory:
         outside = [part for part in module.modules() if id(part) not in inside]
         held, micro_batch = held_tensors(outside, states), micro_batch_of(sample, chunks)
         if is_detached and any(tensor.gradient for tensor in held):
-            micro_batch = tree_map(_differentiable, micro_batch)
+            micro_batch = tree_map_only(
+                Tensor,
+                lambda t: t.detach().requires_grad_() if t.is_floating_point() else t,
+                micro_batch,
+            )
         part = (largest_micro_batch(chunks, sample) or 1) / (largest_micro_batch(1, sample) or 1)
         layers_held = layer_memories(layers, run_layer, micro_batch, states, device)
         return cls(layers_held, held, part=part)
@@ -214,13 +218,6 @@ class ModelMemory:
             held = sum(t.nbytes + t.gradient + t.copy + (t.optimizer or 0) for t in own)
             found.append(float(held + max(kept, 1) * activations))
         return found
-
-
-def _differentiable(leaf: Any) -> Any:
-    """A tensor that wants a gradient, where it may."""
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.detach().requires_grad_()
-    return leaf
 
 
 def human_bytes(count: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 
 
@@ -45,11 +45,7 @@ def _outline_of(own: Metric | MetricCollection) -> Any:
         if isinstance(part, Metric):
             part._to_sync, part._update_count = False, 1  # or it would warn that it has no data
     try:
-        return tree_map(_on_meta, own.compute())
+        return tree_map_only(Tensor, lambda t: t.detach().to("meta"), own.compute())
     except Exception:  # as of metrics that keep all samples
         number = torch.empty((), device="meta")
         return dict.fromkeys(own, number) if isinstance(own, MetricCollection) else number
-
-
-def _on_meta(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_gpipe.model.backbone import find_backbone
 from lightning_gpipe.model.on_meta import Attributes
@@ -154,7 +154,7 @@ def _planner(
         call = call_of(module, name, batch, device, optimizers)
     sample = call.input
     if is_detached:
-        sample = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, sample)
+        sample = tree_map_only(Tensor, Tensor.detach, sample)
     return Planner(
         *(module, name, layers, call.run_layer, sample, optimizers, device, warn, is_detached),
         *(call.seen, flops),

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.image import (
     MultiScaleStructuralSimilarityIndexMeasure,
@@ -330,8 +330,4 @@ def _value_of(measure: _Measure) -> Any:
         if isinstance(metric, Metric):
             metric._to_sync = metric.dist_sync_on_step  # as its forward does
             metric._update_count = metric._update_count or 1  # a collection forgets some
-    return tree_map(_copied, measure.compute())
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return tree_map_only(Tensor, Tensor.clone, measure.compute())
