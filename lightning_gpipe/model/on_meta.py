@@ -62,7 +62,7 @@ def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         UntraceableLayer: If it needs the values of its input.
     """
     tree = Tree.of((args, kwargs), "The example")
-    value = tree.with_leaves([to_meta_leaf(leaf) for leaf in tree.leaves]).value()
+    value = tree.mapped(to_meta_leaf).value()
 
     def call(_: int, forward: Any, given: Any) -> Any:
         return forward(*given[0], **given[1])
@@ -133,11 +133,14 @@ class _Within(nn.Module):
 
 def meta_tensors(module: nn.Module, place: Pretended | None = None) -> dict[str, Tensor]:
     """A module's parameters and buffers on the meta device, by name."""
-    parameters = {
-        name: to_meta_leaf(p, place).requires_grad_(p.requires_grad)
-        for name, p in module.named_parameters()
-    }
+    parameters = {name: graph_leaf_on_meta(p, place) for name, p in module.named_parameters()}
     return {**parameters, **{name: to_meta_leaf(b, place) for name, b in module.named_buffers()}}
+
+
+def graph_leaf_on_meta(tensor: Tensor, place: Pretended | None = None) -> Tensor:
+    """The same as :func:`to_meta_leaf`, a leaf of a graph where the tensor wants a gradient."""
+    made: Tensor = to_meta_leaf(tensor, place)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def to_meta_leaf(leaf: Any, place: Pretended | None = None) -> Any:

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
+    graph_leaf_on_meta,
     meta_tensors,
     run_layer_on_meta,
     run_on_meta,
-    to_meta_leaf,
 )
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
@@ -74,7 +74,7 @@ def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -
         UntraceableLayer: If a layer needs the values of its input.
     """
     found, known = [], dict[Hashable, tuple[LayerCost, Tree]]()
-    value = _on_meta(sample)
+    value = Tree.of(sample, "The backbone's input").mapped(graph_leaf_on_meta).value()
     counter = FlopCounterMode(display=False)
     with state_kept_in_pass(layers), counter, torch.enable_grad():
         for index, layer in enumerate(layers):
@@ -87,7 +87,7 @@ def layer_flops(layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any) -
             else:
                 flops, output = known[key]
             found.append(flops)
-            value = output.with_leaves([_on_meta(leaf) for leaf in output.leaves]).value()
+            value = output.mapped(graph_leaf_on_meta).value()
     return found
 
 
@@ -113,8 +113,7 @@ def _counted(
         return result
 
     # copies, because a layer may work in place, and not on leaves of the graph
-    value = given.with_leaves([_copied(leaf) for leaf in given.leaves]).value()
-    value = run_layer_on_meta(layer, run, index, value, tensors)
+    value = run_layer_on_meta(layer, run, index, given.mapped(Tensor.clone).value(), tensors)
     recompute = forward if backward else 0.0
     return LayerCost(forward, float(backward), recompute), Tree.of(value, "A layer's output")
 
@@ -135,7 +134,7 @@ def function_costs(
         UntraceableLayer: If a layer needs the values of its input.
         ValueError: If a cost is no number, not finite, or negative.
     """
-    found, value = [], _on_meta(sample)
+    found, value = [], Tree.of(sample, "The backbone's input").mapped(graph_leaf_on_meta).value()
     for index, layer in enumerate(layers):
         found.append(_checked(cost(layer, value), layer, index))
         with torch.no_grad():
@@ -177,23 +176,6 @@ def module_flops(module: nn.Module, sample: Any) -> dict[str, float]:
         if name not in ("Global", root)
     }
     return {**flops, "": counts.get("Global", 0.0)}
-
-
-def _on_meta(value: Any) -> Any:
-    """The same tensors on the meta device, each a leaf of a graph where it wants a gradient."""
-    tree = Tree.of(value, "The backbone's input")
-    return tree.with_leaves(
-        [
-            to_meta_leaf(leaf).requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in tree.leaves
-        ]
-    ).value()
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _differentiate(output: Tree, inputs: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,9 +25,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     Pretended,
+    graph_leaf_on_meta,
     meta_tensors,
     run_layer_on_meta,
-    to_meta_leaf,
 )
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
@@ -211,15 +212,10 @@ def _versions(tree: Tree) -> list[int]:
 
 def _copied(sample: Any, place: Pretended) -> Any:
     """Tensors that pass for the given ones, as a stage gives them to its first layer."""
-    tree = Tree.of(sample, "The backbone's input")
-    leaves = []
-    for leaf in tree.leaves:
-        if isinstance(leaf, Tensor):
-            copy = to_meta_leaf(leaf, place).requires_grad_(leaf.requires_grad)
-            leaves.append(copy.clone())  # no leaf of the graph: layers may work in place
-        else:
-            leaves.append(leaf)
-    return tree.with_leaves(leaves).value()
+    leaves = Tree.of(sample, "The backbone's input").mapped(
+        partial(graph_leaf_on_meta, place=place)
+    )
+    return leaves.mapped(Tensor.clone).value()  # none of the graph: layers may work in place
 
 
 def _boundary(tensors: Iterable[Tensor]) -> Boundary:
@@ -332,11 +328,7 @@ class _Shown:
             outputs.setdefault(-1 if number is None else number, i)
         saved, rest = found
         places_of = tuple((inputs.get(n), outputs.get(n), nbytes) for n, nbytes in saved.items())
-        looks = [t.detach().clone() if isinstance(t, Tensor) else t for t in output.leaves]
-        for look, leaf in zip(looks, output.leaves, strict=True):
-            if isinstance(leaf, Tensor):
-                look.requires_grad_(leaf.requires_grad)
-        return cls(output.with_leaves(looks), tuple(passed), places_of, rest)
+        return cls(output.mapped(_look), tuple(passed), places_of, rest)
 
     def again(self, given: Tree, watch: _Watch, place: Pretended) -> tuple[Any, _Found]:
         """What another layer returns, and what is found of it.
@@ -346,15 +338,12 @@ class _Shown:
             watch: Numbers memory.
             place: For which device tensors pass.
         """
+        with place.mode:  # copies, because layers may work in place, and not on leaves of the graph
+            fresh = self.output.mapped(Tensor.clone)
         leaves = [
             leaf if through is None else given.leaves[through]
-            for leaf, through in zip(self.output.leaves, self.passed, strict=True)
+            for leaf, through in zip(fresh.leaves, self.passed, strict=True)
         ]
-        with place.mode:  # copies, because layers may work in place, and not on leaves of the graph
-            leaves = [
-                leaf.clone() if isinstance(leaf, Tensor) and through is None else leaf
-                for leaf, through in zip(leaves, self.passed, strict=True)
-            ]
         saved = {}
         for source, target, nbytes in self.saved:
             if source is not None:
@@ -365,6 +354,10 @@ class _Shown:
                 number = watch.new_number()
             saved[number] = nbytes
         return self.output.with_leaves(leaves).value(), (saved, self.rest)
+
+
+def _look(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _nothing(_: Any) -> Tensor:

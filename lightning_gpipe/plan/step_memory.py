@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -199,7 +200,7 @@ def output_of(
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
     """
-    known: dict[Hashable, Tree] = {}
+    known, fresh = dict[Hashable, Tree](), partial(to_meta_leaf, place=place)
     with state_kept_in_pass(layers), torch.no_grad():
         for index, layer in enumerate(layers):
             given = Tree.of(value, "A layer's input")
@@ -210,12 +211,9 @@ def output_of(
                     layer, run_layer, index, value, own, training=None, place=place
                 )
                 output = Tree.of(value, "A layer's output")
-                looks = [to_meta_leaf(leaf, place) for leaf in output.leaves]
                 if key is not None:
-                    known[key] = output.with_leaves(looks)
+                    known[key] = output.mapped(fresh)
             else:
                 output = known[key]
-            value = output.with_leaves(
-                [to_meta_leaf(leaf, place) for leaf in output.leaves]
-            ).value()
+            value = output.mapped(fresh).value()
     return Tree.of(value, "The backbone's output")

@@ -103,9 +103,7 @@ def _first_micro_batch(
         first = Split.plan(batch, chunks, whole).scatter(batch)[0]
     except ValueError as error:
         raise UntimableLayer(f"their input can't be split ({error})") from error
-    return first.with_leaves(
-        [_detached(leaf.clone()) if isinstance(leaf, Tensor) else leaf for leaf in first.leaves]
-    )
+    return first.mapped(Tensor.clone).mapped(_detached)
 
 
 @dataclass(slots=True)
@@ -131,13 +129,12 @@ class _Alone:
     def __call__(self) -> LayerCost:
         """Run it once."""
         # copies, because a layer may work in place, and not on leaves of the graph
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.given.leaves]
-        value = self.given.with_leaves(leaves).value()
+        value = self.given.mapped(Tensor.clone).value()
         begin = self._now()
         value = self.run_layer(self.index, self.layer, value)
         forward_s = self._now() - begin
         output = Tree.of(value, "A layer's output")
-        self.output = output.with_leaves([_detached(leaf) for leaf in output.leaves])
+        self.output = output.mapped(_detached)
         roots = [t for t in output.tensors() if t.requires_grad]
         if not roots:
             return LayerCost(forward_s, 0.0, 0.0)
@@ -163,9 +160,9 @@ def _median_s(run: Callable[[], LayerCost], least_s: float, most_s: float) -> La
     return LayerCost(*map(statistics.median, kinds))
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(tensor: Tensor) -> Tensor:
     """A tensor as a leaf of the graph, where it wants a gradient."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _copied(layer: nn.Module, device: torch.device, training: bool) -> nn.Module:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.model.on_meta import Attributes, Pretended, to_meta_leaf
+from lightning_gpipe.model.on_meta import Attributes, Pretended, graph_leaf_on_meta
 from lightning_gpipe.model.parameters import layers_of, own_tensors
 from lightning_gpipe.model.redirect import Redirections
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
@@ -240,7 +240,7 @@ def _alike(leaf: Any, place: Pretended | None) -> Any:
     """A tensor that looks like a given one and has no values; other leaves as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
-    found = to_meta_leaf(leaf, place).requires_grad_(leaf.requires_grad)
+    found = graph_leaf_on_meta(leaf, place)
     return nn.Parameter(found, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -119,9 +119,13 @@ class Tree:
         """The same structure around other leaves."""
         return Tree(leaves, self.spec, self.in_common)
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Tree:
+        """The same with what a function makes of each tensor."""
+        return self.with_leaves([function(t) if isinstance(t, Tensor) else t for t in self.leaves])
+
     def detached(self) -> Tree:
         """The same values without their graphs."""
-        return self.with_leaves([t.detach() if isinstance(t, Tensor) else t for t in self.leaves])
+        return self.mapped(Tensor.detach)
 
     def wanting(self) -> list[bool]:
         """For each leaf whether it wants a gradient, where gradients are enabled."""
