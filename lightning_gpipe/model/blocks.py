@@ -20,6 +20,7 @@ from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
+from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.places import Place
 from lightning_gpipe.model.promise import Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
@@ -78,7 +79,7 @@ class Listening(nn.Module):
     def _stand_ins(self, listener: _Listener) -> list[Any]:
         return [
             stand_in(layer, partial(listener.hear, self, i))
-            for i, layer in enumerate(self._modules.values())
+            for i, layer in enumerate(layers_of(self))
         ]
 
 
@@ -163,45 +164,42 @@ class _Listener:
         Returns:
             A promise; from the last block its output.
         """
+        layers = layers_of(blocks)
         if index == 0 and self._beside is None and blocks.as_tuple is not False:
-            first = next(iter(blocks._modules.values()))
-            with self._as_written(first):
-                returned = _returned(first, args, kwargs)
+            with self._as_written(layers[0]):
+                returned = _returned(layers[0], args, kwargs)
             self._beside = max(len(returned) - 1, 0)
             self._as_tuple = len(returned) > 0
             self._unsplit = _unsplit(returned)
         loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
         self._loop = loop
         loop.note(index, args, kwargs)
-        block = list(blocks._modules.values())[index]
-        loop.note_block(block, self._places_of(index, block))
-        if index < len(blocks._modules) - 1:
+        loop.note_block(layers[index], self._places_of(index, layers[index]))
+        if index < len(layers) - 1:
             promise = loop.next_promise()
             beside = (Unknown() for _ in range(self._beside or 0))
             is_tuple = self._as_tuple if blocks.as_tuple is None else blocks.as_tuple
             return (promise, *beside) if is_tuple else promise
         self._loop = None
         value, program = loop.end(self._unsplit)
-        with not_capturing(next(iter(blocks._modules.values())), len(blocks._modules)):
+        with not_capturing(layers[0], len(layers)):
             output = self._run(value, program.run)
         return program.without(output, Unknown())
 
-    def _places_of(self, index: int, block: nn.Module | None) -> list[Place]:
+    def _places_of(self, index: int, block: nn.Module) -> list[Place]:
         """What a block can change and read beside its own attributes; looked for once a run."""
-        if index not in self._places and block is not None:
+        if index not in self._places:
             found = places_of(block)
             self._places[index] = [place for place in found if place.value is not block]
-        return self._places.get(index, [])
+        return self._places[index]
 
 
 def _nobody() -> None:
     return None
 
 
-def _returned(block: nn.Module | None, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
     """The tuple that a block returns; an empty one: it returns none, or can't run without data."""
-    if block is None:
-        return ()
     try:
         with torch._C.DisableTorchFunction():
             returned = run_on_meta(block, *args, **kwargs)

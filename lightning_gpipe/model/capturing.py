@@ -28,7 +28,7 @@ class Unrecorded(Unknown):
 
 
 @contextmanager
-def not_capturing(first: nn.Module | None, blocks: int) -> Iterator[None]:
+def not_capturing(first: nn.Module, blocks: int) -> Iterator[None]:
     """Let nothing be recorded of what blocks do inside.
 
     Of hidden states there are :class:`Unrecorded` ones behind, which many a model asks for and
@@ -61,7 +61,7 @@ def not_capturing(first: nn.Module | None, blocks: int) -> Iterator[None]:
     recorded["hidden_states"] += [Unrecorded() for _ in range(blocks + 1)]  # the input's, too
 
 
-def _is_recorded(block: nn.Module | None) -> bool:
+def _is_recorded(block: nn.Module) -> bool:
     """Whether a hook of the block itself records what it returns."""
-    hooks = block._forward_hooks.values() if block is not None else ()
+    hooks = block._forward_hooks.values()
     return any("output_capturing_hook" in getattr(hook, "__qualname__", "") for hook in hooks)

@@ -204,16 +204,15 @@ class Loop:
         ]
         self.calls.append(BlockCall(spec, tuple(entries)))
 
-    def note_block(self, block: nn.Module | None, places: Sequence[Place]) -> None:
+    def note_block(self, block: nn.Module, places: Sequence[Place]) -> None:
         """Note with which attributes a block was called, and with what in other places.
 
         Args:
             block: The block.
             places: What it can change and read besides.
         """
-        if block is not None:
-            self._attributes.append((block, _constants_of(block)))
-            self._places.append([(place, place.contents()) for place in places])
+        self._attributes.append((block, _constants_of(block)))
+        self._places.append([(place, place.contents()) for place in places])
 
     def next_promise(self) -> Promise:
         """What the block that was noted last returns."""

@@ -126,7 +126,7 @@ class Redirections:
             self.remove(module)
 
     @contextmanager
-    def suspended(self, *modules: nn.Module | None) -> Iterator[None]:
+    def suspended(self, *modules: nn.Module) -> Iterator[None]:
         """Let modules be called as if nothing were redirected: these, or all."""
         targets = {m: to for m, to in self._targets.items() if not modules or m in modules}
         for module in targets:
