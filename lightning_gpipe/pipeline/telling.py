@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,74 +15,64 @@ from lightning_gpipe.plan.model_memory import ExpectedMemory
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A module that is cut, as it is described to the user.
+def tell_cut(
+    module: nn.Module,
+    backbone: str,
+    layers: Sequence[nn.Module],
+    is_list: bool,
+    around: Surroundings,
+    partition: Partition,
+    sample: Any,
+    memory: ExpectedMemory | None,
+) -> None:
+    """Print the partition of a module, and warn of what may surprise.
 
     Args:
         module: The user's module.
-        body: Its backbone.
-        backbone: The backbone's dotted name.
-        layers: Its layers.
+        backbone: Its backbone's dotted name.
+        layers: The backbone's.
         is_list: Whether the model calls them in a loop.
+        around: Groups, settings and so on.
+        partition: Which layers each stage has.
+        sample: The backbone's input; None: not known.
+        memory: What each stage is expected to hold; None: not known.
     """
-
-    module: nn.Module
-    body: nn.Module
-    backbone: str
-    layers: Sequence[nn.Module]
-    is_list: bool
-
-    def tell(
-        self,
-        around: Surroundings,
-        partition: Partition,
-        sample: Any,
-        memory: ExpectedMemory | None,
-    ) -> None:
-        """Print the partition, and warn of what may surprise.
-
-        Args:
-            around: Groups, settings and so on.
-            partition: Which layers each stage has.
-            sample: The backbone's input; None: not known.
-            memory: What each stage is expected to hold; None: not known.
-        """
-        groups, chunks = around.groups, around.chunks
-        outside = outside_share(self.module, self.body)
-        table = partial(
-            partition_table,
-            *(partition, self.backbone, self.layers, self.is_list, around.devices),
-            *(micro_batches(chunks, sample), around.settings, outside, groups.replicas),
-            at_most=sample is None,
-            samples=largest_micro_batch(chunks, sample) if sample is not None else None,
-        )
-        texts = [f"\n{table(memories=())}"]  # a progress bar may stand on the line
-        if around.is_fitting:
-            texts.insert(0, f"\n{table(memories=memory.most if memory is not None else None)}")
-        around.inform(*texts)
-        for name, module in self.body.named_modules():
-            if getattr(module, "batch_first", True) is False:
-                around.warn(
-                    f"'{self.backbone}.{name}' ({type(module).__name__}) has batch_first=False, but"
-                    " micro-batches are cut along dimension 0: it must be the batch, or the layer"
-                    " sees slices of time. Build it with batch_first=True."
-                )
-                break
-        is_replicated = around.settings.step == "mini-batch"
-        for name, module in (self.body if is_replicated else self.module).named_modules():
-            if getattr(module, "scale_grad_by_freq", False) and chunks > 1:
-                around.warn(
-                    f"'{name}' ({type(module).__name__}) has scale_grad_by_freq=True, and divides"
-                    " its gradient by how often words are in a micro-batch, not in the mini-batch."
-                    " Build it without, or use chunks=1."
-                )
-                break
-        if outside > OUTSIDE_LIMIT and groups.stages > 1 and is_replicated:
+    body = module.get_submodule(backbone)
+    groups, chunks = around.groups, around.chunks
+    outside = outside_share(module, body)
+    table = partial(
+        partition_table,
+        *(partition, backbone, layers, is_list, around.devices),
+        *(micro_batches(chunks, sample), around.settings, outside, groups.replicas),
+        at_most=sample is None,
+        samples=largest_micro_batch(chunks, sample) if sample is not None else None,
+    )
+    texts = [f"\n{table(memories=())}"]  # a progress bar may stand on the line
+    if around.is_fitting:
+        texts.insert(0, f"\n{table(memories=memory.most if memory is not None else None)}")
+    around.inform(*texts)
+    for name, part in body.named_modules():
+        if getattr(part, "batch_first", True) is False:
             around.warn(
-                f"{outside:.0%} of the parameters are outside the backbone '{self.backbone}'."
-                " Every stage holds and computes them: with GPipeStrategy(step='micro-batch') the"
-                " first or the last stage alone does, if the loss is a mean over samples or tokens."
-                " Or move what you can into the backbone, or name another one with"
-                " GPipeStrategy(backbone=...)."
+                f"'{backbone}.{name}' ({type(part).__name__}) has batch_first=False, but"
+                " micro-batches are cut along dimension 0: it must be the batch, or the layer"
+                " sees slices of time. Build it with batch_first=True."
             )
+            break
+    is_replicated = around.settings.step == "mini-batch"
+    for name, part in (body if is_replicated else module).named_modules():
+        if getattr(part, "scale_grad_by_freq", False) and chunks > 1:
+            around.warn(
+                f"'{name}' ({type(part).__name__}) has scale_grad_by_freq=True, and divides"
+                " its gradient by how often words are in a micro-batch, not in the mini-batch."
+                " Build it without, or use chunks=1."
+            )
+            break
+    if outside > OUTSIDE_LIMIT and groups.stages > 1 and is_replicated:
+        around.warn(
+            f"{outside:.0%} of the parameters are outside the backbone '{backbone}'."
+            " Every stage holds and computes them: with GPipeStrategy(step='micro-batch') the"
+            " first or the last stage alone does, if the loss is a mean over samples or tokens."
+            " Or move what you can into the backbone, or name another one with"
+            " GPipeStrategy(backbone=...)."
+        )

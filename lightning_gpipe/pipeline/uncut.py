@@ -38,7 +38,7 @@ from lightning_gpipe.pipeline.measuring import Measuring
 from lightning_gpipe.pipeline.outside_memory import OutsideMemory
 from lightning_gpipe.pipeline.pipeline import HOST, Pipeline, Surroundings, shared_parameters
 from lightning_gpipe.pipeline.settling import begin_to_watch
-from lightning_gpipe.pipeline.telling import Told
+from lightning_gpipe.pipeline.telling import tell_cut
 from lightning_gpipe.plan.balance import check_layers, known_flops
 from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share
@@ -213,8 +213,8 @@ class Uncut:
             settings = replace(around.settings, checkpoint=fitted.checkpoint)
             around = replace(around, settings=settings, chunks=fitted.chunks)
             is_list = isinstance(self.body, nn.ModuleList) or is_loop(context.run_layer)
-            whole = Told(self.module, self.body, self.backbone, self.layers, is_list)
-            whole.tell(around, partition, sample, fitted.memory)
+            whole = self.module, self.backbone, self.layers, is_list
+            tell_cut(*whole, around, partition, sample, fitted.memory)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)
             tensors = StageTensors(placement, groups.pipeline, groups.device)
             self.building.build_own(placement, groups.device)
