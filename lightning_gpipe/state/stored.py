@@ -4,38 +4,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-
-class Source(Protocol):
-    """Where values are read from; see :class:`lightning_gpipe.state.sharded.Folder`."""
-
-    def read(self, names: Any) -> Any:
-        """Read values, in a tree of their names."""
-
-    def shape(self, name: str) -> torch.Size | None:
-        """The shape of a tensor."""
-
-    def fill(self, targets: Iterable[tuple[str, Tensor | None]]) -> dict[str, Any]:
-        """Read values into tensors."""
+if TYPE_CHECKING:
+    from lightning_gpipe.state.sharded import Folder
 
 
 class Stored(MutableMapping[Any, Any]):
     """Behaves as the dict does: what is read is kept, and may be changed.
 
     Args:
-        source: The folder.
+        folder: Where they are read from.
         names: The name of each value in the folder, or a tree of names.
         tied: Keys of the same tensor: the first one by each of the others.
     """
 
     def __init__(
-        self, source: Source, names: Mapping[Any, Any], tied: Mapping[str, str] | None = None
+        self, folder: Folder, names: Mapping[Any, Any], tied: Mapping[str, str] | None = None
     ) -> None:
-        self._source, self._names, self._tied = source, dict(names), tied or {}
+        self._folder, self._names, self._tied = folder, dict(names), tied or {}
         self._keys = dict.fromkeys(names)
         self._values: dict[Any, Any] = {}
 
@@ -48,7 +38,7 @@ class Stored(MutableMapping[Any, Any]):
         if key not in self._keys:
             raise KeyError(key)
         if key not in self._values:
-            self._values[key] = self._source.read(self._names[key])
+            self._values[key] = self._folder.read(self._names[key])
         return self._values[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -75,7 +65,7 @@ class Stored(MutableMapping[Any, Any]):
         """Some of the values; what is read for this isn't kept."""
         wanted = list(keys)
         names = {key: self._names[key] for key in wanted if key not in self._values}
-        read = self._source.read(names)
+        read = self._folder.read(names)
         return {key: self._values[key] if key in self._values else read[key] for key in wanted}
 
     def whole(self) -> dict[Any, Any]:
@@ -98,7 +88,7 @@ class Stored(MutableMapping[Any, Any]):
         targets: dict[str, Tensor] = {}
         for key in self:
             mine, name = own.get(key), self._names.get(key)
-            shape = self._source.shape(name) if key not in self._values and name else None
+            shape = self._folder.shape(name) if key not in self._values and name else None
             if not isinstance(mine, Tensor) or mine.shape != shape:
                 values[key] = None
             elif mine.is_meta:
@@ -106,7 +96,7 @@ class Stored(MutableMapping[Any, Any]):
             else:
                 values[key] = targets[key] = mine
         with torch.no_grad():
-            self._source.fill((self._names[key], target) for key, target in targets.items())
+            self._folder.fill((self._names[key], target) for key, target in targets.items())
         values.update(self.only(key for key, value in values.items() if value is None))
         return self._like(values)
 
