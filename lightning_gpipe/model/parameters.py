@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gpipe.model.elsewhere import (
     HOLDER,
@@ -132,6 +133,11 @@ def own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
     """A module's parameters and buffers by name, without those of modules inside it."""
     entries = (*part._parameters.items(), *part._buffers.items())
     return [(name, tensor) for name, tensor in entries if tensor is not None]
+
+
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer's groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def parameters_of(slots: Iterable[Slot]) -> list[nn.Parameter]:

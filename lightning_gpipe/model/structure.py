@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.model.parameters import trained_by
+
 
 @dataclass(frozen=True, slots=True)
 class Structure:
@@ -56,13 +58,12 @@ class Structure:
         if self.parameters is None:
             return
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if isinstance(parameter, Tensor) and id(parameter) not in self.parameters:
-                        raise _changed(
-                            f"{type(optimizer).__name__} has a parameter of shape"
-                            f" {tuple(parameter.shape)} that was made"
-                        )
+            for parameter in trained_by(optimizer):
+                if isinstance(parameter, Tensor) and id(parameter) not in self.parameters:
+                    raise _changed(
+                        f"{type(optimizer).__name__} has a parameter of shape"
+                        f" {tuple(parameter.shape)} that was made"
+                    )
 
 
 def _registers(module: nn.Module, backbone: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.model.parameters import trained_by
 from lightning_gpipe.state.placement import Placement
 
 
@@ -114,8 +115,7 @@ class OptimizerShards:
         """What this stage holds of an optimizer's parameters, once the module is cut."""
         if self._placement is None:
             return []
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return [p for p in parameters if self._placement.is_here(p)]
+        return [p for p in trained_by(optimizer) if self._placement.is_here(p)]
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

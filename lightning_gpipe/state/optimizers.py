@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.model.parameters import trained_by
 from lightning_gpipe.state.gather import to_first
 from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.placement import Placement
@@ -29,7 +30,7 @@ def gather_optimizer(
     state: dict[str, Any] = optimizer.state_dict()
     if "state" not in state:  # Lightning's stand-in where configure_optimizers returned None
         return state
-    parameters = _parameters(optimizer)
+    parameters = trained_by(optimizer)
     own = own_part(optimizer, placement, shards, state)["state"]
     saved = {i: s for i, s in own.items() if (placement.owner(parameters[i]) or 0) == groups.stage}
     for keeper in range(shards.count):
@@ -50,7 +51,7 @@ def own_part(
     """The part of a whole module's optimizer state dict that this rank holds."""
     if "state" not in state:
         return state
-    parameters = _parameters(optimizer)
+    parameters = trained_by(optimizer)
     here = [i for i in state["state"] if is_kept(parameters[int(i)], placement, shards)]
     return {**state, "state": _only(here, state["state"], parameters)}
 
@@ -59,7 +60,7 @@ def all_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict, read if it is stored."""
     if "state" not in state:
         return state
-    return {**state, "state": _only([*state["state"]], state["state"], _parameters(optimizer))}
+    return {**state, "state": _only([*state["state"]], state["state"], trained_by(optimizer))}
 
 
 def _only(indices: Sequence[int], states: Any, parameters: Sequence[Tensor]) -> dict[int, Any]:
@@ -156,7 +157,7 @@ def hold(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
     ``load_state_dict`` would give most of them the type of the parameter.
     """
-    parameters = _parameters(optimizer)
+    parameters = trained_by(optimizer)
     for index, entries in state.get("state", {}).items():
         optimizer.state[parameters[index]] = entries
 
@@ -177,7 +178,3 @@ def state_to(optimizer: Optimizer, device: torch.device) -> None:
                         and (key != "step" or on_device)
                     }
                 )
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

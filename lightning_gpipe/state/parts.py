@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.model.parameters import trained_by
 from lightning_gpipe.state import replacing
 from lightning_gpipe.state.sharded import LAST, OWN, REST, TABLE, names_in, remote
 
@@ -70,8 +71,8 @@ def names_of(
             tied[name] = first[id(tensor)]
     names = []
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names.append([first.get(id(p), _unnamed(i)) for i, p in enumerate(parameters)])
+        parameters = enumerate(trained_by(optimizer))
+        names.append([first.get(id(p), _unnamed(i)) for i, p in parameters])
     return names, tied
 
 

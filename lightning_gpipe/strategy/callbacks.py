@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.model.parameters import trained_by
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.state.averages import AveragedCopy
 from lightning_gpipe.strategy import patches, saving
@@ -165,7 +166,7 @@ def _inside(
 
 
 def _not_in_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = set(map(id, trained_by(optimizer)))
     return [p for p in params if id(p) not in known]
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lightning_gpipe.model.backbone import find_backbone
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.own_state import own_state_kept
-from lightning_gpipe.model.parameters import layers_of
+from lightning_gpipe.model.parameters import layers_of, trained_by
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import known_flops
 from lightning_gpipe.plan.cost import LayerCost
@@ -244,7 +244,7 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _check_parameters(optimizers: Sequence[Optimizer], module: pl.LightningModule) -> None:
     """Refuse optimizers of other parameters than the module has as it is planned."""
-    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    stepped = {id(p) for optimizer in optimizers for p in trained_by(optimizer)}
     if not stepped & {id(p) for p in module.parameters()}:
         raise ValueError(
             f"The optimizers step no parameter of {type(module).__name__} as a run has it, built"
