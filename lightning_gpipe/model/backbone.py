@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_gpipe.model.blocks import Blocks
+from lightning_gpipe.model.parameters import parameter_count
 from lightning_gpipe.model.redirect import Redirect
 
 #: Share of the parameters, and of the operations where they are known, that singles out one of
@@ -38,9 +39,9 @@ def find_backbone(
     marked = [key for key, body in candidates.items() if isinstance(body, Blocks)]
     if len(marked) == 1:
         return marked[0]
-    total = sum(p.numel() for p in module.parameters()) or 1
-    shares = {key: _size(body) / total for key, body in candidates.items()}
-    lists = {key: _size(body) / total for key, body in _lists(module, "")}
+    total = parameter_count([module]) or 1
+    shares = {key: parameter_count([body]) / total for key, body in candidates.items()}
+    lists = {key: parameter_count([body]) / total for key, body in _lists(module, "")}
     largest = max(lists, key=lambda key: lists[key], default=None)
     if largest is not None and lists[largest] > max(shares.values(), default=0.0):
         return largest
@@ -74,10 +75,6 @@ def find_backbone(
         + "\n".join(rows)
         + f"\n{_recipe(module, list(candidates))}{_otherwise(shares)}{hint}"
     )
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _otherwise(shares: Mapping[str, float]) -> str:

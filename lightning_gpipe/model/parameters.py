@@ -129,6 +129,11 @@ def layers_of(backbone: nn.Module) -> list[nn.Module]:
     return [layer for layer in backbone._modules.values() if layer is not None]
 
 
+def parameter_count(modules: Iterable[nn.Module]) -> int:
+    """The number of trained values in modules, each parameter counted once."""
+    return sum(p.numel() for p in {id(p): p for m in modules for p in m.parameters()}.values())
+
+
 def own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
     """A module's parameters and buffers by name, without those of modules inside it."""
     entries = (*part._parameters.items(), *part._buffers.items())

@@ -18,6 +18,7 @@ from lightning_gpipe.model.on_meta import (
     run_layer_on_meta,
     run_on_meta,
 )
+from lightning_gpipe.model.parameters import parameter_count
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.schedule.costs import BACKWARD_RATIO
@@ -29,7 +30,7 @@ Balance: TypeAlias = Literal["flops", "params", "memory", "time"] | Sequence[int
 
 def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
     """Number of parameters of each layer."""
-    return [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+    return [float(parameter_count([layer])) for layer in layers]
 
 
 @dataclass(frozen=True, slots=True)

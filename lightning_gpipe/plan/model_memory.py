@@ -222,8 +222,12 @@ class ModelMemory:
 
 def human_bytes(count: float) -> str:
     """Bytes as people write them: 950 B, 1.2 kB, 25.6 MB, 1.1 GB."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while round(count, 1) >= 1000 and len(units) > 1:
-        count /= 1000
-        del units[0]
-    return f"{count:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+    return scaled(count, ["B", "kB", "MB", "GB", "TB"])
+
+
+def scaled(count: float, units: Sequence[str]) -> str:
+    """A number in the first unit, whole, or in a later one that is a thousand times the last."""
+    power = 0
+    while round(count, 1) >= 1000 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.{min(power, 1)}f} {units[power]}"

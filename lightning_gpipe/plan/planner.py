@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.model.parameters import parameter_count
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.balance import Balancing, check_layers
@@ -305,8 +306,7 @@ class Planner:
         return Costs.of(of_parts("forward"), of_parts("backward"), of_parts("recompute"))
 
     def _parameters(self, parts: tuple[range, ...]) -> int:
-        own = {id(p): p for part in parts for i in part for p in self.layers[i].parameters()}
-        return sum(p.numel() for p in own.values())
+        return parameter_count(self.layers[i] for part in parts for i in part)
 
 
 def _crossing(memory: ModelMemory, partition: Partition, placement: Sequence[int]) -> int:

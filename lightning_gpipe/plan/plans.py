@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_gpipe.plan.depth import Repeated
 from lightning_gpipe.plan.model_memory import human_bytes
-from lightning_gpipe.plan.report import human, table_lines
+from lightning_gpipe.plan.report import human, layer_numbers, table_lines
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
 
@@ -209,7 +209,7 @@ def _stage_row(number: int, stage: PlannedStage) -> list[str]:
     parts = (m.weights, m.gradients, state, between, m.activations, m.total)
     return [
         str(number),
-        ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in stage.layers),
+        layer_numbers(stage.layers),
         human(stage.parameters),
         *(part if isinstance(part, str) else human_bytes(part) for part in parts),
         f"{stage.share:.1%}",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_gpipe.model.parameters import layers_of
+from lightning_gpipe.model.parameters import layers_of, parameter_count
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.plan.model_memory import human_bytes
+from lightning_gpipe.plan.model_memory import human_bytes, scaled
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
@@ -55,13 +55,11 @@ def partition_table(
     header += ["Memory"] if memories is None or memories else []
     rows: list[list[str]] = []
     for k, (parts, share) in enumerate(zip(partition.stages, partition.shares, strict=True)):
-        names = ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
         own = [layers[i] for part in parts for i in part]
         kinds = list(dict.fromkeys(type(layer).__name__ for layer in own))
         shown = ", ".join(kinds[:3]) + (", …" if len(kinds) > 3 else "")
-        parameters = {id(p): p for layer in own for p in layer.parameters()}.values()
-        count = sum(p.numel() for p in parameters)
-        row = [str(k), devices[k], f"{names} ({shown})", human(count), f"{share:.1%}"]
+        which, count = f"{layer_numbers(parts)} ({shown})", human(parameter_count(own))
+        row = [str(k), devices[k], which, count, f"{share:.1%}"]
         memory = ["?"] if memories is None else [_memory(memories[k])] if memories else []
         rows.append([*row, *memory])
     stages, virtual = partition.count, partition.virtual_stages
@@ -93,6 +91,11 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
     return [lines[0], rule, *lines[1:], rule]
 
 
+def layer_numbers(parts: Sequence[range]) -> str:
+    """Which layers a stage has, as "0-3, 8"."""
+    return ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
 def _memory(memory: StageMemory) -> str:
     """What a stage holds: what stays, and what comes and goes."""
     return f"{human_bytes(memory.kept)} + {human_bytes(memory.of_micro_batches)}"
@@ -117,23 +120,13 @@ def _memory_note(
 
 def outside_share(module: nn.Module, backbone: nn.Module) -> float:
     """Share of a module's parameters that are outside its backbone, 0 to 1."""
-    total = sum(p.numel() for p in module.parameters())
-    inside = sum(
-        p.numel()
-        for p in {id(p): p for layer in layers_of(backbone) for p in layer.parameters()}.values()
-    )
-    return (total - inside) / total if total else 0.0
+    total = parameter_count([module])
+    return (total - parameter_count(layers_of(backbone))) / total if total else 0.0
 
 
 def human(count: int) -> str:
     """A count as people write it: 950, 1.2 K, 25.6 M."""
-    if count < 1000:
-        return str(count)
-    value, units = count / 1000, ["K", "M", "B"]
-    while round(value, 1) >= 1000 and len(units) > 1:
-        value /= 1000
-        del units[0]
-    return f"{value:.1f} {units[0]}"
+    return scaled(count, ["", "K", "M", "B"]).rstrip()
 
 
 def expected_bubble(partition: Partition, chunks: int, settings: Settings) -> float:
