@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def in_backward(
     training: bool | None,
     place: Pretended,
 ) -> tuple[int, int] | None:
-    """What lives in a layer's backward: the bytes of :class:`BackwardWatch`.
+    """The most bytes that live in a layer's backward, less those that its forward had saved.
 
     Args:
         layer: The layer.
@@ -39,51 +39,33 @@ def in_backward(
         place: For which device tensors pass.
 
     Returns:
-        None if its backward can't run without values.
+        With the gradient of its output as long as an operation needs it, and without; None if its
+        backward can't run without values.
     """
-    watch = BackwardWatch(run_layer, own.values())
-    try:
-        run_layer_on_meta(layer, watch.run_layer, index, value, own, training=training, place=place)
-    except UntraceableLayer:
-        return None
-    return watch.most, watch.own
+    live = _Live()
 
-
-class BackwardWatch:
-    """Runs layers forward and backward, and notes the most that lives beside what was saved.
-
-    Args:
-        run: Runs a layer.
-        parameters: The layer's.
-    """
-
-    def __init__(self, run: RunLayer, parameters: Iterable[Tensor]) -> None:
-        self._run = run
-        self._parameters = [p for p in parameters if p.requires_grad]
-        #: Bytes that lived at one time in the last layer's backward, less those that its forward
-        #: had saved, with the gradient of its output as long as an operation needed it.
-        self.most = 0
-        #: The same without the gradient of its output.
-        self.own = 0
-
-    def run_layer(self, index: int, layer: Callable[..., Any], value: Any) -> Any:
-        """Run a layer whose input has no values."""
-        live = _Live()
+    def run(index: int, layer: Callable[..., Any], value: Any) -> Any:
         with torch.enable_grad(), live:
-            outputs = self._run(index, layer, _entered(value))
+            outputs = run_layer(index, layer, _entered(value))
             wanted = [t for t in Tree.of(outputs, "A layer's output").tensors() if t.requires_grad]
             if wanted:
                 gradients = [torch.empty_like(t, device=t.device) for t in wanted]
                 live.set_apart(gradients)
                 end = _End.apply(gradients, *wanted)
                 del outputs, wanted
-                handles = [p.register_post_accumulate_grad_hook(_forget) for p in self._parameters]
+                trained = (p for p in own.values() if p.requires_grad)
+                handles = [p.register_post_accumulate_grad_hook(_forget) for p in trained]
                 live.begin()
                 differentiate(end)
                 for handle in handles:
                     handle.remove()
-        self.most, self.own = live.most, live.own
         return value
+
+    try:
+        run_layer_on_meta(layer, run, index, value, own, training=training, place=place)
+    except UntraceableLayer:
+        return None
+    return live.most, live.own
 
 
 def differentiate(end: Tensor) -> None:
