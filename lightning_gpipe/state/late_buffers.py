@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.state.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class _Late:
-    """A buffer.
-
-    Args:
-        part: The dotted name of the module that has it.
-        key: Its name there.
-        value: In host memory.
-        is_saved: Whether state dicts have it.
-    """
-
-    part: str
-    key: str
-    value: Tensor
-    is_saved: bool
 
 
 def share_late_buffers(module: nn.Module, placement: Placement, channel: ObjectChannel) -> None:
@@ -39,15 +20,20 @@ def share_late_buffers(module: nn.Module, placement: Placement, channel: ObjectC
     """
     found = channel.gather([*_late(module, placement)])
     for stage, late in enumerate(found):
-        for buffer in late if stage != channel.index else ():
-            part = module.get_submodule(buffer.part)
-            part._buffers[buffer.key] = buffer.value
-            if not buffer.is_saved:
-                part._non_persistent_buffers_set.add(buffer.key)
+        for name, key, value, is_saved in late if stage != channel.index else ():
+            part = module.get_submodule(name)
+            part._buffers[key] = value
+            if not is_saved:
+                part._non_persistent_buffers_set.add(key)
 
 
-def _late(module: nn.Module, placement: Placement) -> Iterator[_Late]:
-    """Those of this stage's layers."""
+def _late(module: nn.Module, placement: Placement) -> Iterator[tuple[str, str, Tensor, bool]]:
+    """Those of this stage's layers.
+
+    Returns:
+        For each the name of the module that has it, its name there, its value in host memory, and
+        whether state dicts have it.
+    """
     known = {(id(part), key) for slot in placement.slots for part, key in slot.places}
     for layer, stage in placement.layers.items():
         if stage != placement.stage:
@@ -56,4 +42,4 @@ def _late(module: nn.Module, placement: Placement) -> Iterator[_Late]:
             for key, buffer in part._buffers.items():
                 if buffer is not None and (id(part), key) not in known:
                     is_saved = key not in part._non_persistent_buffers_set
-                    yield _Late(name, key, buffer.detach().to(torch.device("cpu")), is_saved)
+                    yield name, key, buffer.detach().cpu(), is_saved
