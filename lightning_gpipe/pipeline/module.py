@@ -188,16 +188,16 @@ class PipelinedModule:
         The losses are multiplied by ``scale``; see :meth:`backward` for ``synchronize``.
         """
         pipeline, steps = self._stepping()
-        with pipeline.stepping(synchronize) as stepping:
+        with pipeline.stepping(synchronize) as (before_last, need_sums):
             before = WeightedGradients(pipeline.module, steps.outside.aside, self._is_weighted)
-            weighting = steps.run("training", key, sizes, looks, step, stepping.before_last, scale)
+            weighting = steps.run("training", key, sizes, looks, step, before_last, scale)
             pipeline.shared_state.check()
             before.finish(weighting)
             self._is_weighted = self._is_weighted or weighting.is_given
             self._state = settled = settle(pipeline, steps)
-            if synchronize or stepping.need_sums:
+            if synchronize or need_sums:
                 steps.outside.join_sides()
-            settled.synchronize(synchronize, stepping.need_sums)
+            settled.synchronize(synchronize, need_sums)
         if settled is not pipeline:
             settled.adopt_optimizers()
         if pipeline.measuring is not None:

@@ -99,19 +99,6 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepping:
-    """What runs around the steps of a mini-batch.
-
-    Args:
-        before_last: Called before the last backward of each virtual stage, and of either side.
-        need_sums: Whether gradients must become equal on all stages.
-    """
-
-    before_last: BeforeLast
-    need_sums: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Pipeline:
     """One rank's part of a module that is cut.
 
@@ -235,8 +222,11 @@ class Pipeline:
             shared.synchronize()
 
     @contextmanager
-    def stepping(self, synchronize: bool) -> Iterator[Stepping]:
+    def stepping(self, synchronize: bool) -> Iterator[tuple[BeforeLast, bool]]:
         """Run steps with their backwards inside this context. Collective over the pipeline.
+
+        It gives what to call before the last backward of each virtual stage, and of either side;
+        and whether gradients must become equal on all stages.
 
         Args:
             synchronize: See :meth:`PipelinedModule.backward`.
@@ -244,10 +234,8 @@ class Pipeline:
         with self.parameter_hooks.postponed(self._sum_up) as need_sums:
             for shared in self._summed():
                 shared.before_backward()
-            yield Stepping(
-                partial(_expect_last, self.data_parallel) if synchronize else _expect_nothing,
-                need_sums,
-            )
+            before_last = partial(_expect_last, self.data_parallel)
+            yield before_last if synchronize else _expect_nothing, need_sums
 
     def _sum_up(self) -> None:
         for shared in self._summed():
