@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.model.remote import METADATA, tensors_in
+from lightning_gpipe.tensors import strides
 
 #: The attribute that says who holds a tensor.
 HOLDER = "_gpipe_holder"
@@ -103,9 +104,7 @@ class _Elsewhere:
             stacklevel=2,
         )
         with torch._C.DisableTorchFunctionSubclass():
-            plain = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
+            plain = strides.empty_like(tensor, "meta")
             if isinstance(tensor, nn.Parameter):
                 plain = nn.Parameter(plain, tensor.requires_grad)
             return plain.__reduce_ex__(protocol)
@@ -143,7 +142,7 @@ def elsewhere(tensor: Tensor, holder: Holder) -> Tensor:
         holder: Who holds it.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        meta = strides.empty_like(tensor, "meta")
         kind = ParameterElsewhere if isinstance(tensor, nn.Parameter) else TensorElsewhere
         made: Tensor = Tensor._make_subclass(kind, meta, tensor.requires_grad)
     made.__dict__[HOLDER] = holder

@@ -19,6 +19,7 @@ from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import own_tensors
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.recording import Recording, View, written_by
+from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.random_state import preserved
 
 _HOST = torch.device("cpu")
@@ -289,8 +290,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 def _begun(tensor: Tensor, value: Tensor | None) -> Tensor:
     """What is initialized in the place of a tensor on the meta device."""
     if value is None:
-        shape, strides = tensor.shape, tensor.stride()
-        value = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=_HOST)
+        value = strides.empty_like(tensor, _HOST)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(value, tensor.requires_grad) if is_parameter else value
 

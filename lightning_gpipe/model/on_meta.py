@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
 
@@ -149,7 +150,7 @@ def to_meta_leaf(leaf: Any, place: Pretended | None = None) -> Any:
         return leaf
     device = torch.device("meta") if place is None else place.device
     with torch.no_grad(), nullcontext() if place is None else place.mode:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+        return strides.empty_like(leaf, device)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lightning_gpipe.model.elsewhere import (
     is_elsewhere,
 )
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.tensors import strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +154,14 @@ def parameters_of(slots: Iterable[Slot]) -> list[nn.Parameter]:
 
 def slots_on_meta(modules: Iterable[nn.Module]) -> list[Slot]:
     """The parameters and buffers of modules that stand on the meta device, each once."""
-    places: dict[int, tuple[list[tuple[nn.Module, str]], bool]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in modules:
-        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    places.setdefault(id(tensor), ([], is_parameter))[0].append((module, key))
+        for key, tensor in own_tensors(module):
+            if tensor.is_meta:
+                places.setdefault(id(tensor), []).append((module, key))
     return [
-        Slot((found[0][1],), tuple(found), is_parameter, None, False)
-        for found, is_parameter in places.values()
+        Slot((found[0][1],), tuple(found), found[0][1] in found[0][0]._parameters, None, False)
+        for found in places.values()
     ]
 
 
@@ -183,7 +183,7 @@ def materialize_elsewhere(module: nn.Module) -> None:
 def _materialized(slots: list[Slot]) -> list[Slot]:
     with torch.no_grad():
         for slot in slots:
-            slot.replace(_empty(slot.tensor, "cpu"))
+            slot.replace(strides.empty_like(slot.tensor, "cpu"))
     return slots
 
 
@@ -191,13 +191,7 @@ def to_meta(slots: Iterable[Slot]) -> None:
     """Take back what :func:`materialize` did."""
     with torch.no_grad():
         for slot in slots:
-            slot.replace(_empty(slot.tensor, "meta"))
-
-
-def _empty(tensor: Tensor, device: str) -> Tensor:
-    """Memory for a tensor of which a rank may hold nothing but the shape."""
-    shape, strides = tensor.shape, tensor.stride()
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+            slot.replace(strides.empty_like(slot.tensor, "meta"))
 
 
 def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:
@@ -247,16 +241,15 @@ def slots_of(module: nn.Module, backbone: str, partition: Partition) -> Iterator
         for tensor in (*layer.parameters(), *layer.buffers()):
             users.setdefault(id(tensor), set()).add(partition.stage_of(index))
             parts.setdefault(id(tensor), {})[partition.part_of(index)] = None
-    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool]] = {}
+    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]]]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        for values, is_parameter in ((owner._parameters, True), (owner._buffers, False)):
-            for key, tensor in values.items():
-                if tensor is not None:
-                    names, places, _ = found.setdefault(id(tensor), ([], [], is_parameter))
-                    names.append(f"{prefix}.{key}" if prefix else key)
-                    places.append((owner, key))
-    for key, (names, places, is_parameter) in found.items():
-        stages = users.get(key, {None})
+        for name, tensor in own_tensors(owner):
+            names, places = found.setdefault(id(tensor), ([], []))
+            names.append(f"{prefix}.{name}" if prefix else name)
+            places.append((owner, name))
+    for key, (names, places) in found.items():
+        (first, name), stages = places[0], users.get(key, {None})
+        is_parameter = name in first._parameters
         owner_stage = next(iter(stages)) if len(stages) == 1 else None
         used = tuple(parts.get(key, ()))
         yield Slot(tuple(names), tuple(places), is_parameter, owner_stage, key in outside, used)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_gpipe.tensors import strides
+
 #: The stages that have a value.
 Where: TypeAlias = frozenset[int]
 _ORIGIN = "_gpipe_origin"
@@ -266,7 +268,7 @@ def on_meta(leaf: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if leaf.is_meta:
             return leaf.detach().as_subclass(Tensor)
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return strides.empty_like(leaf, "meta")
 
 
 #: What to do instead of reading a value, by what reads it.

@@ -69,6 +69,12 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
+def empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Memory on a device for a tensor of the same shape, strides and type."""
+    shape, stride = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+
+
 def copy(tensor: Tensor) -> Tensor:
     """A copy in memory of its own, with the same strides."""
     copied = tensor.clone()
