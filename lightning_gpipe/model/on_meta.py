@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.own_state import own_state_kept
+from lightning_gpipe.model.places import refill
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.random_state import preserved
@@ -234,8 +235,7 @@ class Attributes:
             part.__dict__.update(values)
         while self._contents:
             value, before = self._contents.pop()
-            value.clear()
-            (value.extend if type(value) in (list, deque) else value.update)(before)
+            refill(value, before)
 
 
 def hooks_of_torch(part: nn.Module) -> dict[str, OrderedDict[int, Any]]:

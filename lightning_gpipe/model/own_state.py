@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_gpipe.model.places import ids_in, refill
+
 #: Entries of a list or a dict in which objects are looked for.
 _FEW = 1000
 #: Packages whose objects are nobody's own.
@@ -106,9 +108,8 @@ class _OwnState:
                     elif name not in values and _is_wrong(now[name], everything):
                         delattr(holder, name)
         for container, before in self._contents:
-            if _has_changed(container, before) and _is_wrong(container, everything):
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(before)
+            if ids_in(container) != ids_in(before) and _is_wrong(container, everything):
+                refill(container, before)
         self.clear_caches(cache for cache, _ in self._caches.values())
 
     def clear_caches(self, caches: Iterable[Any]) -> None:
@@ -137,7 +138,8 @@ class _OwnState:
             if kind is functools._lru_cache_wrapper:
                 self._own_caches.append(value)
             if kind in _CONTAINERS:
-                self._contents.append((value, value.copy()))
+                entries = dict(value) if kind is dict else list(value)
+                self._contents.append((value, entries))
             if issubclass(kind, dict):
                 left += [*islice(value.values(), _FEW)]
             elif issubclass(kind, (list, tuple, set)):
@@ -157,16 +159,6 @@ def _is_wrong(value: Any, everything: bool) -> bool:
     if issubclass(type(value), ModuleType):  # imported meanwhile
         return False
     return everything or _has_no_values(value)
-
-
-def _has_changed(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return True
-    if isinstance(container, dict):
-        return any(before.get(key, container) is not value for key, value in container.items())
-    if isinstance(container, set):
-        return bool(container ^ before)
-    return any(a is not b for a, b in zip(container, before, strict=True))
 
 
 def _names(holder: Any) -> dict[str, Any]:

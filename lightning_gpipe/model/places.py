@@ -89,13 +89,8 @@ class Place:
         now, value = self.entries(), self.value
         if now.keys() == before.keys() and all(now[name] is before[name] for name in now):
             return
-        if isinstance(value, (*CONTAINERS,)) and self.key is None:
-            base = base_of(value)
-            base.clear(value)
-            if isinstance(value, (dict, set)):
-                base.update(value, before)
-            else:
-                base.extend(value, before.values())
+        if isinstance(value, CONTAINERS) and self.key is None:
+            refill(value, before if isinstance(value, (dict, set)) else before.values())
             return
         for name in dict.fromkeys([*before, *now]):
             old, new = before.get(name, NOTHING), now.get(name, NOTHING)
@@ -170,6 +165,19 @@ def base_of(container: Any) -> Any:
     """The class of a container that is Python's own."""
     kinds = type(container).__mro__
     return next(kind for kind in kinds if kind.__module__ in ("builtins", "collections"))
+
+
+def refill(container: Any, entries: Iterable[Any]) -> None:
+    """Let a container hold some entries and nothing else, whatever its class makes of that."""
+    base = base_of(container)
+    base.clear(container)
+    (base.update if isinstance(container, (dict, set)) else base.extend)(container, entries)
+
+
+def ids_in(container: Any) -> list[int]:
+    """What tells the entries of a container from others."""
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

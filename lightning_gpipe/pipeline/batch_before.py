@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -11,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ORDERED = (list, deque)
+from lightning_gpipe.model.places import CONTAINERS, ids_in, refill
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
@@ -39,7 +39,7 @@ class BatchBefore:
             self._arrays.append((item, item.copy()))
             return []
         held: list[Any] = []
-        if isinstance(item, (dict, set, *_ORDERED)):
+        if isinstance(item, CONTAINERS):
             entries = dict(item) if isinstance(item, dict) else list(item)
             self._containers.append((item, entries))
             held += entries.values() if isinstance(entries, dict) else entries
@@ -53,22 +53,14 @@ class BatchBefore:
     def restore(self) -> None:
         """Put all back."""
         for container, entries in self._containers:
-            if _ids(container) != _ids(entries):
-                container.clear()
-                put = container.extend if isinstance(container, _ORDERED) else container.update
-                put(entries)
+            if ids_in(container) != ids_in(entries):
+                refill(container, entries)
         for tensor, values, version in self._tensors:
             if version != _version_of(tensor):
                 tensor.copy_(values)
         for array, elements in self._arrays:
             if array.flags.writeable:
                 array[...] = elements
-
-
-def _ids(entries: Any) -> list[int]:
-    """What tells entries from others."""
-    values = entries.values() if isinstance(entries, dict) else ()
-    return [*map(id, entries), *map(id, values)]
 
 
 def _version_of(tensor: Tensor) -> int:
