@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.schedule.checkpoint import Checkpoint
+from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.tensors.microbatch import Split
@@ -99,11 +100,7 @@ def trained(
         output, _ = pipeline.step(value, step)
         for i, leaf in enumerate(Tree.of(output, "The output").tensors()):
             found[f"output {step} {i}"] = leaf.detach().clone()
-        with torch.no_grad():
-            for parameter in layers.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.01 * parameter.grad
-                    parameter.grad = None
+        _descend(layers)
     pipeline.executor.close()
     found.update({name: t.detach().clone() for name, t in layers.state_dict().items()})
     return found
@@ -121,10 +118,50 @@ def as_written(layers: nn.Sequential, inputs: Sequence[Any]) -> dict[str, Tensor
             if leaf.requires_grad:
                 loss = loss + leaf.square().sum()
         loss.backward()
-        with torch.no_grad():
-            for parameter in layers.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.01 * parameter.grad
-                    parameter.grad = None
+        _descend(layers)
     found.update({name: t.detach().clone() for name, t in layers.state_dict().items()})
     return found
+
+
+@torch.no_grad()
+def _descend(layers: nn.Module) -> None:
+    for parameter in layers.parameters():
+        if parameter.grad is not None:
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+
+
+def inputs(steps: int = 5, width: int = 4) -> list[Tensor]:
+    """A mini-batch of eight samples for each step."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, width, generator=generator, dtype=torch.float64) for _ in range(steps)]
+
+
+def among_others(make: Callable[[], nn.Module], width: int = 4) -> nn.Sequential:
+    """Two such layers, a linear one behind each."""
+    torch.manual_seed(0)
+    layers = [make(), nn.Linear(width, width), make(), nn.Linear(width, width)]
+    return nn.Sequential(*layers).double()
+
+
+def check_cuts_and_modes(
+    layers: nn.Sequential,
+    inputs: Sequence[Any],
+    modes: Sequence[Checkpoint] = CHECKPOINT_MODES,
+) -> None:
+    """Check that four layers end with the same bits however they are cut and re-materialized."""
+    expected = None
+    for cut, mode in itertools.product(((4,), (1, 3), (1, 1, 1, 1)), modes):
+        found = trained(layers, cut, 4, mode, inputs)
+        expected = expected or found
+        assert expected.keys() == found.keys()
+        different = [name for name in expected if not torch.equal(expected[name], found[name])]
+        assert not different, (cut, mode, different)
+
+
+def check_as_written(layers: nn.Sequential, inputs: Sequence[Any]) -> None:
+    """Check that four layers end as without a pipeline, where there is one micro-batch."""
+    expected = as_written(layers, inputs)
+    for mode in CHECKPOINT_MODES:
+        found = trained(layers, (1, 3), 1, mode, inputs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

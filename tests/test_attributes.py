@@ -6,7 +6,6 @@ left: the gradients were those of another function.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 from fractions import Fraction
@@ -18,8 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
-from tests.in_process import InProcess, as_written, trained
+from lightning_gpipe.schedule.checkpoint import Checkpoint
+from tests.in_process import (
+    InProcess,
+    among_others,
+    check_as_written,
+    check_cuts_and_modes,
+    inputs,
+)
 
 WIDTH, LARGE = 4, 5000
 
@@ -231,42 +236,21 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def layers_of(kind: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [KINDS[kind](), nn.Linear(WIDTH, WIDTH), KINDS[kind](), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*layers).double()
-
-
-def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(5)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_attributes_that_layers_change_do_not_depend_on_cut_or_mode(kind: str) -> None:
-    layers = layers_of(kind)
-    expected = None
-    for cut, mode in itertools.product(((4,), (1, 3), (1, 1, 1, 1)), CHECKPOINT_MODES):
-        found = trained(layers, cut, 4, mode, inputs())
-        expected = expected or found
-        different = [name for name in expected if not torch.equal(expected[name], found[name])]
-        assert not different, (cut, mode, different)
+    check_cuts_and_modes(among_others(KINDS[kind]), inputs())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attributes_that_layers_change_are_a_plain_modules(kind: str) -> None:
-    layers = layers_of(kind)
-    expected = as_written(layers, inputs())
-    for mode in CHECKPOINT_MODES:
-        found = trained(layers, (1, 3), 1, mode, inputs())
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    check_as_written(among_others(KINDS[kind]), inputs())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recompute_leaves_no_trace(kind: str) -> None:
     left = []
     for mode in ("never", "always"):
-        layer: nn.Module = layers_of(kind)[0]
+        layer: nn.Module = among_others(KINDS[kind])[0]
         pipeline = InProcess(nn.Sequential(layer), (1,), 4, mode)
         for step, value in enumerate(inputs()):
             pipeline.step(value, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,14 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES
 from lightning_gpipe.tensors import strides
-from tests.in_process import InProcess, as_written, trained
+from tests.in_process import (
+    InProcess,
+    among_others,
+    check_as_written,
+    check_cuts_and_modes,
+    inputs,
+    trained,
+)
 
 WIDTH = 4
 
@@ -87,40 +93,18 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 REFUSED_BY_PYTORCH = ("in place", "in place, later", "in eval")
 
 
-def layers_of(kind: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [KINDS[kind](), nn.Linear(WIDTH, WIDTH), KINDS[kind](), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*layers).double()
-
-
-def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(5)]
-
-
 @pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_that_layers_change_do_not_depend_on_cut_or_mode(kind: str) -> None:
-    layers = layers_of(kind)
-    expected = None
-    for cut, mode in itertools.product(((4,), (1, 3), (1, 1, 1, 1)), CHECKPOINT_MODES):
-        if kind == "in place, later" and mode != "always":
-            continue  # PyTorch itself refuses what a kept graph has saved and is changed later
-        found = trained(layers, cut, 4, mode, inputs())
-        expected = expected or found
-        assert expected.keys() == found.keys()
-        different = [name for name in expected if not torch.equal(expected[name], found[name])]
-        assert not different, (cut, mode, different)
+    # PyTorch itself refuses what a kept graph has saved and is changed later
+    modes = ("always",) if kind == "in place, later" else CHECKPOINT_MODES
+    check_cuts_and_modes(among_others(KINDS[kind]), inputs(), modes)
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED_BY_PYTORCH])
 def test_buffers_that_layers_change_are_a_plain_modules(kind: str) -> None:
-    layers = layers_of(kind)
-    expected = as_written(layers, inputs())
-    for mode in CHECKPOINT_MODES:
-        found = trained(layers, (1, 3), 1, mode, inputs())
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    check_as_written(among_others(KINDS[kind]), inputs())
 
 
 def test_a_buffer_that_starts_to_change_without_a_trace_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import warnings
 from array import array
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.engine.randomness import _have_moved, seed_global
 from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
-from tests.in_process import InProcess, trained
+from tests.in_process import InProcess, check_cuts_and_modes, inputs
 
 WIDTH = 4
 
@@ -54,20 +53,9 @@ def layers_of(draw: str, since: int = 0) -> nn.Sequential:
     return nn.Sequential(*(Noise(DRAWS[draw], since) for _ in range(4))).double()
 
 
-def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(4)]
-
-
 @pytest.mark.parametrize("draw", DRAWS)
 def test_random_numbers_of_layers_do_not_depend_on_cut_or_mode(draw: str) -> None:
-    layers = layers_of(draw)
-    expected = None
-    for cut, mode in itertools.product(((4,), (1, 3), (1, 1, 1, 1)), CHECKPOINT_MODES):
-        found = trained(layers, cut, 4, mode, inputs())
-        expected = expected or found
-        different = [name for name in expected if not torch.equal(expected[name], found[name])]
-        assert not different, (cut, mode, different)
+    check_cuts_and_modes(layers_of(draw), inputs(4))
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -82,7 +70,7 @@ def test_micro_batches_layers_and_steps_draw_different_numbers(draw: str) -> Non
     for layer in layers:
         layer.draw = note  # type: ignore[assignment]
     pipeline = InProcess(layers, (2, 2), 4, "never")
-    for step, value in enumerate(inputs()):
+    for step, value in enumerate(inputs(4)):
         pipeline.step(value, step)
     assert len(set(drawn)) == len(drawn) == 4 * 4 * 4
 
@@ -102,7 +90,7 @@ def test_the_code_outside_sees_one_stream(draw: str) -> None:
     pipeline = InProcess(layers, (2, 2), 4, "always")
     seed_all()
     second = [DRAWS[draw](layers[0])]  # type: ignore[arg-type]
-    pipeline.step(inputs()[0])
+    pipeline.step(inputs(4)[0])
     second.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
     assert first == second
 
@@ -117,7 +105,7 @@ def test_the_code_outside_sees_one_stream_whoever_begins_to_draw(draw: str) -> N
         seed_all()
         first.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
         seed_all()
-        pipeline.step(inputs()[0], step)
+        pipeline.step(inputs(4)[0], step)
         second.append(DRAWS[draw](layers[0]))  # type: ignore[arg-type]
     assert first == second
 
@@ -132,7 +120,7 @@ def drawn_late(draw: str, mode: Checkpoint) -> list[float]:
 
     layers = nn.Sequential(*(Noise(note) for _ in range(4))).double()
     pipeline = InProcess(layers, (2, 2), 1, mode)
-    for step, value in enumerate(inputs()):
+    for step, value in enumerate(inputs(4)):
         for layer in layers:
             layer.since = 10**6 if step < 3 else 0  # type: ignore[assignment]
         pipeline.step(value, step)
@@ -162,7 +150,7 @@ def test_who_draws_from_the_first_step_on_does_not_hide_who_begins_late(draw: st
         never, late = 10**6, 2 * 4  # steps of micro-batches
         layers = nn.Sequential(*(Noise(note, since) for since in (0, never, never, late))).double()
         pipeline = InProcess(layers, cut, 4, "never")
-        steps = inputs()
+        steps = inputs(4)
         for step in range(2):
             pipeline.step(steps[step], step)
         with pytest.warns(UserWarning, match=r"(?<!\w)[Ll]ayer (3|from 2 to 3) of the backbone"):
@@ -183,7 +171,7 @@ def test_who_begins_to_draw_is_told_of_within_eight_calls(
     for step in range(30):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            pipeline.step(inputs()[0], step)
+            pipeline.step(inputs(4)[0], step)
         told += [(step, str(one.message)) for one in found]
     assert {step for step, _ in told} == {told_in}
     assert all("has begun to draw from Python's or NumPy's" in text for _, text in told)
@@ -199,7 +187,7 @@ def test_nothing_moves_the_generators_of_code_outside(cut: tuple[int, ...], mode
     seed_all()
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     for step in range(20):
-        pipeline.step(inputs()[0], step)
+        pipeline.step(inputs(4)[0], step)
     now = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert now == before
 
