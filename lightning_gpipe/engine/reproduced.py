@@ -25,7 +25,7 @@ _HALF = 1e-2
 
 @dataclass(slots=True)
 class Reproduced:
-    """Compares outputs in the first two calls that recompute, the 4th, the 8th and so on.
+    """Compares outputs in the first calls that recompute, and now and then: see :func:`is_due`.
 
     Args:
         layers: The stage's, by their index.

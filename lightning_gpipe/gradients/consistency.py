@@ -22,7 +22,7 @@ WEIGHTS = 1e-4  # how much the norm of a parameter may
 
 
 class ConsistencyCheck:
-    """Compares losses and replicated parameters of all stages, in the 1st, 2nd, 4th, 8th… backward.
+    """Compares losses and replicated parameters of all stages in backwards that are due.
 
     Args:
         slots: What every stage holds, in the same order on every stage.
