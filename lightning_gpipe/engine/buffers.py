@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gpipe.tensors import strides
+from lightning_gpipe.tensors.tree import version_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _CLOSE_LOOKS = 2  # calls in which values are compared after every micro-batch
@@ -215,7 +216,7 @@ class LayerBuffers:
 
 def _mark(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     """What tells that a tensor was replaced or changed in place."""
-    return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
+    return tensor, 0 if tensor is None else version_of(tensor)
 
 
 def _is_other(place: _Place, mark: tuple[Tensor | None, int]) -> bool:

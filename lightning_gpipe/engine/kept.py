@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_gpipe.tensors.tree import version_of
+
 
 class KeptTensors:
     """The tensors that a forward leaves in attributes, alone or in lists, tuples and dicts.
@@ -38,7 +40,7 @@ class KeptTensors:
     def _now(self) -> dict[tuple[int, int], Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
             return {
-                (id(tensor), 0 if tensor.is_inference() else tensor._version): tensor
+                (id(tensor), version_of(tensor)): tensor
                 for part in self._modules
                 for tensor in _attributes(part)
             }

@@ -119,7 +119,7 @@ class MicroBatch:
         if self.needs_backward and keeps_graph:
             self.roots, self._has_hooks = _roots(outputs), hooks.count() != self._hooks
         elif self.needs_backward:
-            self.stored, self._versions = inputs, versions_of(inputs)
+            self.stored, self._versions = inputs, inputs.versions()
 
     def enter_again(self, keep_input: bool) -> Tree:
         """The input as the layers get it in a recompute.
@@ -130,7 +130,7 @@ class MicroBatch:
         Raises:
             RuntimeError: If it has changed.
         """
-        if self.stored is None or self._versions != versions_of(self.stored):
+        if self.stored is None or self._versions != self.stored.versions():
             raise RuntimeError(
                 "The backbone's input was changed in place between its forward and its backward, so"
                 " the recomputed activations would be wrong. Change a clone of it."
@@ -266,11 +266,6 @@ def _detached(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return _copied(leaf) if leaf.is_inference() else leaf.detach()
-
-
-def versions_of(tree: Tree) -> list[int]:
-    """Counters that move when the tensors are changed in place."""
-    return [0 if t.is_inference() else t._version for t in tree.tensors()]
 
 
 def _roots(outputs: Tree) -> list[GradientEdge]:

@@ -22,7 +22,7 @@ from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.injected import InjectedGradients
 from lightning_gpipe.engine.layer_hooks import Hooks, LayerHooks
-from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch, versions_of
+from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
 from lightning_gpipe.engine.reproduced import Reproduced, sums
 from lightning_gpipe.engine.writes import ParameterWrites
@@ -201,7 +201,7 @@ class Stage:
         ):
             enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)
-            before, counts = _marks(given), [] if is_own else versions_of(given)
+            before, counts = _marks(given), [] if is_own else given.versions()
             outputs = self._run(m, given, call, is_once=keep_graph)
             call.overwritten |= _moved(counts, given)
             if before and _marks(given) != before:
@@ -342,7 +342,7 @@ _CHANGED_IN_COMMON = (
 
 def _moved(counts: list[int], tree: Tree) -> set[int]:
     """The tensors whose versions aren't what they were, by their number."""
-    if not counts or counts == (now := versions_of(tree)):
+    if not counts or counts == (now := tree.versions()):
         return set()
     return {i for i, count in enumerate(now) if count != counts[i]}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.model.places import CONTAINERS, ids_in, refill
+from lightning_gpipe.tensors.tree import version_of
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
@@ -33,7 +34,7 @@ class BatchBefore:
     def _note(self, item: Any) -> list[Any]:
         """Note what an object holds; returns it."""
         if isinstance(item, Tensor):
-            self._tensors.append((item, item.detach().clone(), _version_of(item)))
+            self._tensors.append((item, item.detach().clone(), version_of(item)))
             return []
         if isinstance(item, np.ndarray):
             self._arrays.append((item, item.copy()))
@@ -56,13 +57,8 @@ class BatchBefore:
             if ids_in(container) != ids_in(entries):
                 refill(container, entries)
         for tensor, values, version in self._tensors:
-            if version != _version_of(tensor):
+            if version != version_of(tensor):
                 tensor.copy_(values)
         for array, elements in self._arrays:
             if array.flags.writeable:
                 array[...] = elements
-
-
-def _version_of(tensor: Tensor) -> int:
-    """What moves when a tensor is changed in place; nothing does for one of inference mode."""
-    return 0 if tensor.is_inference() else tensor._version

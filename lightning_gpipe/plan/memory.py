@@ -182,7 +182,7 @@ def layer_memories(
             if shown is not None:
                 value, found = shown.again(given, watch, place)
             else:
-                own, versions = meta_tensors(layer, place), _versions(given)
+                own, versions = meta_tensors(layer, place), given.versions()
                 watch.begin(own.values())
                 value = run_layer_on_meta(
                     *(layer, watch.run_layer, index, value, own),
@@ -194,7 +194,7 @@ def layer_memories(
                 )
                 found = watch.end(backward)
                 output = Tree.of(value, "A layer's output")
-                if key is not None and versions == _versions(given):
+                if key is not None and versions == given.versions():
                     shown = _Shown.of(given, output, found, watch)
                     known.update({key: shown} if shown is not None else {})
             after = Tree.of(value, "A layer's output").tensors()
@@ -203,11 +203,6 @@ def layer_memories(
             boundaries = _boundary(given.tensors()), _boundary(after)
             facts.append(LayerMemory(held, *boundaries, kept, saved, *rest))
     return tuple(facts)
-
-
-def _versions(tree: Tree) -> list[int]:
-    """Tells of changes in place."""
-    return [t._version for t in tree.tensors()]
 
 
 def _copied(sample: Any, place: Pretended) -> Any:

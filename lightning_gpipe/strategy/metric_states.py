@@ -14,6 +14,8 @@ import numpy as np
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_gpipe.tensors.tree import version_of
+
 _DATA = (
     *(bool, int, float, complex, str, bytes, type(None)),
     *(Tensor, np.ndarray, list, tuple, dict, set, frozenset, deque),
@@ -79,7 +81,7 @@ def _others(metric: Metric) -> dict[str, Any]:
 def _mark(value: Any) -> Any:
     """What tells that a value has changed."""
     if isinstance(value, Tensor):
-        return _Same(value), 0 if value.is_inference() else value._version
+        return _Same(value), version_of(value)
     if isinstance(value, np.ndarray):
         return value.shape, value.tobytes()
     if isinstance(value, Mapping):

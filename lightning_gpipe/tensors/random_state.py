@@ -145,21 +145,17 @@ def _is_of_numpy(value: Any, *names: str) -> bool:
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if _is_of_numpy(generator, "RandomState"):
+    if isinstance(generator, torch.Generator) or _is_of_numpy(generator, "RandomState"):
         return generator.get_state()
     return generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
+    if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif _is_of_numpy(generator, "RandomState"):
+    elif isinstance(generator, torch.Generator) or _is_of_numpy(generator, "RandomState"):
         generator.set_state(state)
     else:
         generator.bit_generator.state = state

@@ -132,9 +132,18 @@ class Tree:
         trains = torch.is_grad_enabled()
         return [trains and isinstance(t, Tensor) and t.requires_grad for t in self.leaves]
 
+    def versions(self) -> list[int]:
+        """Counters that move when the tensors are changed in place."""
+        return [*map(version_of, self.tensors())]
+
     def tensors(self) -> list[Tensor]:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+def version_of(tensor: Tensor) -> int:
+    """What moves when a tensor is changed in place; nothing does for one of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def tree_tensors(value: Any) -> list[Tensor]:
