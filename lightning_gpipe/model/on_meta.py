@@ -224,8 +224,7 @@ class Attributes:
                 part.__dict__.update(hooks_of_torch(part))
             if training is not None:
                 part.__dict__["training"] = training
-            if isinstance(part, nn.SyncBatchNorm):  # without the other processes it saves the same
-                part.__dict__["forward"] = partial(_BatchNorm.forward, part)
+            without_replicas(part)
 
     def restore(self) -> None:
         """Put all back, and hold on to nothing."""
@@ -236,6 +235,12 @@ class Attributes:
         while self._contents:
             value, before = self._contents.pop()
             refill(value, before)
+
+
+def without_replicas(part: nn.Module) -> None:
+    """Let a SyncBatchNorm compute by itself, without the other processes."""
+    if isinstance(part, nn.SyncBatchNorm):
+        part.__dict__["forward"] = partial(_BatchNorm.forward, part)
 
 
 def hooks_of_torch(part: nn.Module) -> dict[str, OrderedDict[int, Any]]:

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.model.layer_state import layer_state_kept
-from lightning_gpipe.model.on_meta import hooks_of_torch
+from lightning_gpipe.model.on_meta import hooks_of_torch, without_replicas
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.per_sample import PerSample
@@ -179,13 +178,5 @@ def _copied(layer: nn.Module, device: torch.device, training: bool) -> nn.Module
     alone = copy.deepcopy(layer, known).to(device)
     for part in alone.modules():
         part.training = part.training or training
-        if isinstance(part, nn.SyncBatchNorm):
-            part.__class__ = _OfOneReplica  # type: ignore[assignment] # has the same attributes
+        without_replicas(part)
     return alone
-
-
-class _OfOneReplica(_BatchNorm):
-    """What a SyncBatchNorm computes without the other replicas."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Take as many dimensions as SyncBatchNorm."""
