@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -150,7 +151,7 @@ class _Listener:
         self._places: dict[int, list[Place]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nobody, ()
+        return NoneType, ()
 
     def hear(self, blocks: Listening, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Note the call of a block; the last one runs them all. Collective over the pipeline then.
@@ -192,10 +193,6 @@ class _Listener:
             found = places_of(block)
             self._places[index] = [place for place in found if place.value is not block]
         return self._places[index]
-
-
-def _nobody() -> None:
-    return None
 
 
 def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:

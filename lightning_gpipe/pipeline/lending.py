@@ -101,9 +101,6 @@ class _Hook:
     def __call__(self, *_: Any) -> None:
         self._act()
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
     def __reduce__(self) -> Any:
         return _get_nothing, ()
 

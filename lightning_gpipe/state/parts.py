@@ -106,8 +106,7 @@ class Part:
 
     def in_host(self) -> Part:
         """A copy that the next step doesn't change."""
-        copied = object.__new__(Part)
-        copied.group, copied.rest, copied.expected = self.group, self.rest, self.expected
+        copied = copy.copy(self)
         copied.values = {
             place: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v)
             for place, v in self.values.items()
@@ -296,8 +295,8 @@ class _SavePlanner(DefaultSavePlanner):
 
     def __init__(self, values: Mapping[Place, Any]) -> None:
         super().__init__()
-        self._values = {".".join(map(str, place)): value for place, value in values.items()}
         self._places = {".".join(map(str, place)): place for place in values}
+        self._values = {name: values[place] for name, place in self._places.items()}
         if len(self._places) < len(values):
             raise ValueError("Two entries of the checkpoint have the same name in a folder.")
 
