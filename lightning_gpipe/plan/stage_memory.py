@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from lightning_gpipe.plan.memory import Boundary, HeldTensor, LayerMemory
+from lightning_gpipe.plan.memory import HeldTensor, LayerMemory
 from lightning_gpipe.plan.part_memory import PartMemory
 from lightning_gpipe.plan.step_memory import StepMemory
 from lightning_gpipe.schedule.actions import Action, Schedule, kept_graphs
@@ -154,7 +154,9 @@ class _Walk:
     rank: int
     is_whole_batch: bool
     step: StepMemory
+    _now: _Holding = field(default_factory=_Holding)
     _most: _Holding = field(default_factory=_Holding)
+    _count: int = 0
     _own: tuple[int, ...] = ()
     _left: Counter[tuple[int, str]] = field(default_factory=Counter)
     _kept: frozenset[tuple[int, int]] = frozenset()
@@ -163,112 +165,129 @@ class _Walk:
 
     def peak(self) -> _Holding:
         """What is held at the time when it is the most."""
-        program, last = self.schedule.programs[self.rank], len(self.parts) - 1
-        self._kept = kept = frozenset(kept_graphs(program))
+        program, now = self.schedule.programs[self.rank], self._now
+        self._kept = frozenset(kept_graphs(program))
         self._own = tuple(sorted({action.stage for action in program}))
         ops = ((a.stage, "F" if a.op == "F" else "B") for a in program if a.op not in ("R", "W"))
         self._left = Counter(ops)
-        first_part, last_part = self.parts[0], self.parts[last]
-        count = 1 + max((action.micro_batch for action in program), default=-1)
-        is_first = self.schedule.placement[0] == self.rank
-        is_last = self.schedule.placement[last] == self.rank
-        now, step = _Holding(), self.step
+        self._count = 1 + max((action.micro_batch for action in program), default=-1)
+        given = self.parts[0].input
         if self.is_whole_batch:
-            self._note(now, step.first)
-            now.ends += step.before
-            now.inputs += count * first_part.input.nbytes * is_first
-        forwards = sum(action.op == "F" for action in program)
+            self._note(self.step.first)
+            now.ends += self.step.before
+            now.inputs += self._count * given.nbytes * self._is_first
         for action in program:
-            part, stage = self.parts[action.stage], action.stage
-            is_kept, is_user_input = (stage, action.micro_batch) in kept, stage == 0
             now.messages = self._messages(action)
             match action.op:
                 case "F":
-                    forwards -= 1
-                    if is_user_input and not self.is_whole_batch:
-                        now.inputs += part.input.nbytes + step.left * bool(part.input.gradient)
-                    given = 0 if is_user_input else part.input.nbytes
-                    self._note(now, given + (part.graph if is_kept else part.forward))
-                    if self._is_local(stage, -1):
-                        now.inputs -= part.input.nbytes
-                    if stage == last and not self.is_whole_batch:  # the loss is differentiated
-                        output = part.beside_graph if is_kept else part.output.nbytes
-                        left = part.graph if is_kept else given
-                        behind = max(part.output.gradient, self._behind(step.differentiated))
-                        self._note(now, left + output + max(behind, self._behind(step.behind)))
-                    if is_kept:
-                        now.graphs += part.graph
-                        self._drop_own(now, part, stage)
-                    elif not is_user_input:
-                        now.inputs += part.input.nbytes
-                    if stage == last:
-                        bytes_out = part.output
-                        now.ends += bytes_out.nbytes if self.is_whole_batch else bytes_out.gradient
-                    elif self._is_local(stage, 1):
-                        now.inputs += part.output.nbytes
-                    if not forwards and self.is_whole_batch:
-                        if not is_first:  # whose graph in front of the backbone nobody needs
-                            now.ends -= step.before
-                        self._share_output(now, count, last_part.output, is_first, is_last)
+                    self._forward(action)
                 case "R":
-                    self._note(now, part.graph)
-                    now.graphs += part.graph
-                    if not is_user_input:
-                        now.inputs -= part.input.nbytes
-                    else:
-                        self._drop_own(now, part, stage)
+                    self._recompute(action.stage)
                 case "B" | "I":
-                    if stage == last and not self.is_whole_batch:
-                        now.ends -= part.output.gradient
-                    if self._is_local(stage, 1):
-                        now.inputs -= part.output.gradient
-                    is_of_mini_batch = stage == last and self.is_whole_batch
-                    given = 0 if is_of_mini_batch else part.output.gradient
-                    if action.op == "B":
-                        self._note(now, given + part.backward - part.graph)
-                    elif part.input.gradient:
-                        self._note(now, given + part.first_half)
-                    now.graphs -= part.graph if action.op == "B" else -part.second_half
-                    if self._is_local(stage, -1) or (is_user_input and self.is_whole_batch):
-                        now.inputs += part.input.gradient
-                    if is_user_input and not self.is_whole_batch and part.input.gradient:
-                        now.inputs -= part.input.nbytes
-                        self._note(now, part.input.gradient + step.last - step.left)
-                        now.inputs -= step.left
+                    self._backward(action)
                 case "W":
-                    largest = max((tensor.gradient for tensor in part.tensors), default=0)
-                    whole = part.backward - part.graph
-                    self._note(now, largest if part.input.gradient else whole)
-                    now.graphs -= part.graph + part.second_half
-        if self.is_whole_batch and is_first:  # the gradient of the mini-batch's input
+                    self._weights(self.parts[action.stage])
+        if self.is_whole_batch and self._is_first:  # the gradient of the mini-batch's input
             now.messages = 0
-            merged = count * first_part.input.gradient * (count > 1)
-            self._note(now, max(merged, step.last - step.left))
+            merged = self._count * given.gradient * (self._count > 1)
+            self._note(max(merged, self.step.last - self.step.left))
         return self._most
 
-    def _drop_own(self, now: _Holding, part: PartMemory, stage: int) -> None:
+    @property
+    def _is_first(self) -> bool:
+        return self.schedule.placement[0] == self.rank
+
+    @property
+    def _is_last(self) -> bool:
+        return self.schedule.placement[-1] == self.rank
+
+    def _forward(self, action: Action) -> None:
+        now, step, stage, part = self._now, self.step, action.stage, self.parts[action.stage]
+        is_kept, is_user_input = (stage, action.micro_batch) in self._kept, stage == 0
+        is_end = stage == len(self.parts) - 1
+        if is_user_input and not self.is_whole_batch:
+            now.inputs += part.input.nbytes + step.left * bool(part.input.gradient)
+        given = 0 if is_user_input else part.input.nbytes
+        self._note(given + (part.graph if is_kept else part.forward))
+        if self._is_local(stage, -1):
+            now.inputs -= part.input.nbytes
+        if is_end and not self.is_whole_batch:  # the loss is differentiated
+            output = part.beside_graph if is_kept else part.output.nbytes
+            left = part.graph if is_kept else given
+            behind = max(part.output.gradient, self._behind(step.differentiated))
+            self._note(left + output + max(behind, self._behind(step.behind)))
+        if is_kept:
+            now.graphs += part.graph
+            self._drop_own(part, stage)
+        elif not is_user_input:
+            now.inputs += part.input.nbytes
+        if is_end:
+            now.ends += part.output.nbytes if self.is_whole_batch else part.output.gradient
+        elif self._is_local(stage, 1):
+            now.inputs += part.output.nbytes
+        if self.is_whole_batch and not any(self._left[own, "F"] for own in self._own):
+            if not self._is_first:  # whose graph in front of the backbone nobody needs
+                now.ends -= step.before
+            self._share_output()
+
+    def _recompute(self, stage: int) -> None:
+        part = self.parts[stage]
+        self._note(part.graph)
+        self._now.graphs += part.graph
+        if stage:
+            self._now.inputs -= part.input.nbytes
+        else:
+            self._drop_own(part, stage)
+
+    def _backward(self, action: Action) -> None:
+        """A backward, or the first half of one."""
+        now, step, stage, part = self._now, self.step, action.stage, self.parts[action.stage]
+        is_end, is_user_input = stage == len(self.parts) - 1, stage == 0
+        if is_end and not self.is_whole_batch:
+            now.ends -= part.output.gradient
+        if self._is_local(stage, 1):
+            now.inputs -= part.output.gradient
+        given = 0 if is_end and self.is_whole_batch else part.output.gradient
+        if action.op == "B":
+            self._note(given + part.backward - part.graph)
+        elif part.input.gradient:
+            self._note(given + part.first_half)
+        now.graphs -= part.graph if action.op == "B" else -part.second_half
+        if self._is_local(stage, -1) or (is_user_input and self.is_whole_batch):
+            now.inputs += part.input.gradient
+        if is_user_input and not self.is_whole_batch and part.input.gradient:
+            now.inputs -= part.input.nbytes
+            self._note(part.input.gradient + step.last - step.left)
+            now.inputs -= step.left
+
+    def _weights(self, part: PartMemory) -> None:
+        """The second half of a backward."""
+        largest = max((tensor.gradient for tensor in part.tensors), default=0)
+        self._note(largest if part.input.gradient else part.backward - part.graph)
+        self._now.graphs -= part.graph + part.second_half
+
+    def _drop_own(self, part: PartMemory, stage: int) -> None:
         """Let go of a micro-batch's input that the user's step gave, if nobody waits for it."""
         if stage == 0 and not self.is_whole_batch and not part.input.gradient:
-            now.inputs -= part.input.nbytes
+            self._now.inputs -= part.input.nbytes
 
-    def _share_output(
-        self, now: _Holding, count: int, output: Boundary, is_first: bool, is_last: bool
-    ) -> None:
+    def _share_output(self) -> None:
         """Put the output together on the last rank; every rank gets it, until the loss is through.
 
         On the last rank the loss's backward lets go of it, and leaves its gradient. The others let
         go of their losses' graphs before.
         """
-        whole, step = count * output.nbytes, self.step
-        if not is_last:
-            self._note(now, whole + self._behind(step.behind))
-            now.ends += (step.left - step.before) * is_first
+        now, step, output, count = self._now, self.step, self.parts[-1].output, self._count
+        whole = count * output.nbytes
+        if not self._is_last:
+            self._note(whole + self._behind(step.behind))
+            now.ends += (step.left - step.before) * self._is_first
             return
         gradient = count * output.gradient
         differentiated = max(gradient, self._behind(step.differentiated))
         # it is merged; the loss is computed, and its backward
-        self._note(now, max(whole * (count > 1), self._behind(step.behind), differentiated))
-        now.ends += gradient - whole + (step.left - step.before) * is_first
+        self._note(max(whole * (count > 1), self._behind(step.behind), differentiated))
+        now.ends += gradient - whole + (step.left - step.before) * self._is_first
 
     def _behind(self, nbytes: int) -> int:
         """What lives in a step besides what lives when it calls the backbone."""
@@ -311,8 +330,9 @@ class _Walk:
         other = stage + step
         return 0 <= other < len(self.parts) and self.schedule.placement[other] == self.rank
 
-    def _note(self, now: _Holding, more: int) -> None:
+    def _note(self, more: int) -> None:
         """Note what is held while an action needs more."""
+        now = self._now
         if now.total + more > self._most.total:
             self._most = _Holding(now.inputs, now.graphs + more, now.messages, now.ends)
 
