@@ -299,15 +299,14 @@ class _Shown:
     @classmethod
     def of(cls, given: Tree, output: Tree, found: _Found, watch: _Watch) -> _Shown | None:
         """What it has shown; None: an output shares memory with something else."""
-        inputs: dict[int, int] = {}  # places by the numbers of memory
+        inputs: dict[int | None, int] = {}  # places by the numbers of memory, where it has one
         seen = set()
         for i, leaf in enumerate(given.leaves):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 seen.add(id(storage))
-                number = watch.known_number(storage)
-                inputs.setdefault(-1 if number is None else number, i)
-        outputs: dict[int, int] = {}
+                inputs.setdefault(watch.known_number(storage), i)
+        outputs: dict[int | None, int] = {}
         passed: list[int | None] = []
         for i, leaf in enumerate(output.leaves):
             places = (j for j, other in enumerate(given.leaves) if other is leaf)
@@ -319,8 +318,7 @@ class _Shown:
             if not fills or id(storage) in seen or watch.is_own(storage):
                 return None
             seen.add(id(storage))
-            number = watch.known_number(storage)
-            outputs.setdefault(-1 if number is None else number, i)
+            outputs.setdefault(watch.known_number(storage), i)
         saved, rest = found
         places_of = tuple((inputs.get(n), outputs.get(n), nbytes) for n, nbytes in saved.items())
         return cls(output.mapped(_look), tuple(passed), places_of, rest)
