@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,21 @@ class Subclass(Kind):
         return batch["x"].as_subclass(Tensor) * getattr(batch["x"], "factor", 0.0), batch["y"]
 
 
-KINDS = (Replaces, Pops, ChangesRows, Overlaps, Dataclass, Weights, Subclass)
+class Output(OrderedDict[str, Any]):
+    """As the outputs of Hugging Face's models are."""
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("it can't be updated")
+
+
+class Closed(Replaces):
+    """A dict that refuses to be updated."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return Output(x=x, y=y)
+
+
+KINDS = (Replaces, Pops, ChangesRows, Overlaps, Dataclass, Weights, Subclass, Closed)
 
 
 def weights(kind: type[Kind], stages: int, step: Any = "mini-batch") -> dict[str, Tensor]:
