@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import resource
 import secrets
 import socket
 import threading
@@ -378,6 +379,25 @@ def test_who_is_not_nearby_uses_the_process_group(where: str) -> None:
     found = run_ranks(over_groups, 4, where)
     assert found[:3] == [expected] * 3
     assert found[3] == [*expected[:2], float(torch.arange(5e6).sum())]
+
+
+def with_small_files() -> tuple[bool, float]:
+    """Send more than a file may hold, as after ``ulimit -f``; memory of one's own is one, too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        groups = Groups.connect(2, 1, "gloo", CPU, timedelta(seconds=30))
+        value = torch.arange(300_000.0) if dist.get_rank() == 1 else None
+        told = groups.pipeline.broadcast("batch", value, source=1)
+        is_near = 1 - dist.get_rank() in groups.nearby
+        groups.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return is_near, float(told.sum())
+
+
+def test_where_files_have_a_limit_messages_have_none() -> None:
+    assert run_ranks(with_small_files, 2) == [(False, float(torch.arange(300_000.0).sum()))] * 2
 
 
 def files() -> list[int]:

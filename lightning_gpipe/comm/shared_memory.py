@@ -35,8 +35,8 @@ class SharedMemory:
 
     @classmethod
     def make(cls) -> SharedMemory | None:
-        """This process's; None where the system has none."""
-        if sys.platform != "linux" or not hasattr(os, "eventfd"):
+        """This process's; None where the system has none, or limits it as a file."""
+        if sys.platform != "linux" or not hasattr(os, "eventfd") or _limits_files():
             return None
         with suppress(OSError):  # not allowed
             return cls()
@@ -152,6 +152,13 @@ def read(file: int, place: int, into: memoryview) -> None:
         if not more:
             raise RuntimeError(f"{into.nbytes - done} bytes of a message are missing.")
         done += more
+
+
+def _limits_files() -> bool:
+    """Whether files may only have a certain size, as after ``ulimit -f``."""
+    import resource  # not everywhere
+
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
 
 def _size_for(count: int) -> int:
