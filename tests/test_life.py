@@ -133,6 +133,10 @@ def after_an_exception(folder: str) -> tuple[list[str], dict[str, Tensor]]:
             attempt.fit(module)
         except Exception as error:
             said.append(str(error))
+    try:
+        module(torch.ones(2, models.WIDTH, dtype=torch.float64))
+    except Exception as error:
+        said.append(str(error))
     again = trainer(devices=2, max_epochs=2, strategy=GPipeStrategy(3))
     again.fit(module, ckpt_path=f"{folder}/saved.ckpt")
     return said, module.state_dict()
@@ -143,6 +147,7 @@ def test_after_an_exception(tmp_path: Any) -> None:
     for said, _ in ranks:
         assert "the disk is full" in said[0]
         assert "an earlier run was interrupted" in said[1]
+        assert "After a run that an error has ended, build the module anew" in said[2]
     torch.manual_seed(0)
     module = Living()
     trainer(devices=1, max_epochs=2).fit(module)

@@ -65,7 +65,8 @@ class Holder:
             " EMAWeightAveraging; make copies of the module before the Trainer runs, and save it"
             " after that, or with trainer.save_checkpoint on every rank. What reads weights or"
             " gradients one by one runs on every stage: let it skip those with p.is_meta. Set"
-            " weights before the Trainer runs."
+            " weights before the Trainer runs. After a run that an error has ended, build the"
+            " module anew, and load a checkpoint."
         )
 
 
