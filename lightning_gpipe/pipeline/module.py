@@ -13,7 +13,6 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
-from lightning_gpipe.gradients.norm import Gradients
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -216,18 +215,6 @@ class PipelinedModule:
     def as_written(self) -> AbstractContextManager[None]:
         """Let the backbone and its layers be called as without a pipeline."""
         return self._redirections.suspended()
-
-    @property
-    def gradients(self) -> Gradients:
-        """Where the gradients of all parameters are."""
-        return Gradients(self.owner, self.summed_gradients)
-
-    def summed_gradients(self) -> dict[int, Tensor]:
-        """Gradients of which each stage has a part, as between accumulated batches, whole.
-
-        By the ``id`` of their parameters. Collective over the pipeline.
-        """
-        return self._state.summed_gradients()
 
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""

@@ -244,10 +244,6 @@ class Pipeline:
     def _summed(self) -> list[SharedParameters]:
         return [self.shared] if self.on_ends is None else [self.shared, self.on_ends]
 
-    def summed_gradients(self) -> dict[int, Tensor]:
-        """See :meth:`PipelinedModule.summed_gradients`."""
-        return {key: s for shared in self._summed() for key, s in shared.summed().items()}
-
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that holds a parameter; None: all do."""
         return self.placement.owner(parameter)

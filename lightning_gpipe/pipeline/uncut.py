@@ -154,10 +154,6 @@ class Uncut:
             )
         yield loss
 
-    def summed_gradients(self) -> dict[int, Tensor]:
-        """There are no parts."""
-        return {}
-
     def owner(self, parameter: Tensor) -> int | None:
         """All stages hold all."""
         return None
