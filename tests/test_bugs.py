@@ -497,3 +497,49 @@ def test_what_layers_keep_outlives_a_run_on_every_rank(stages: int) -> None:
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-10)
         assert found[1] == expected[1]
         torch.testing.assert_close(found[2], expected[2], rtol=0, atol=1e-10)
+
+
+class ClipsEveryBatch(models.Around):
+    """Of what is outside the backbone the norm was that of the first stage's part."""
+
+    def build(self) -> None:
+        super().build()
+        self.norms: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        parameters = list(self.parameters())
+        strategy = self.trainer.strategy
+        self.norms.append(nn.utils.clip_grad_norm_(parameters[2:], 0.02))
+        self.clip_gradients(self.trainer.optimizers[0], 0.01, "norm")
+        if isinstance(strategy, GPipeStrategy):
+            self.norms.append(strategy.grad_norm(parameters))
+        else:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self.norms.append(nn.utils.get_total_norm(gradients))
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def clipped_every_batch(
+    state: Any, stages: int, step: str
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    module = ClipsEveryBatch("sgd")
+    module.load_state_dict(state)
+    options: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": 3}
+    if stages:
+        options["strategy"] = GPipeStrategy(2, step=step)  # type: ignore[arg-type]
+    return train(module, devices=stages or 1, **options), module.norms
+
+
+@pytest.mark.parametrize(
+    ("stages", "step"), [(2, "mini-batch"), (3, "mini-batch"), (3, "micro-batch")]
+)
+def test_norms_between_accumulated_batches_are_the_whole_models(stages: int, step: str) -> None:
+    torch.manual_seed(0)
+    initial = copy.deepcopy(ClipsEveryBatch("sgd").state_dict())
+    expected = clipped_every_batch(initial, 0, step)
+    found = run_ranks(clipped_every_batch, stages, initial, stages, step)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
+    for _, norms in found[1:]:
+        torch.testing.assert_close(norms, found[0][1], rtol=0, atol=0)

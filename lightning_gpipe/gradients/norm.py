@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -10,12 +11,28 @@ from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 
-Owner = Callable[[Tensor], int | None]
+
+@dataclass(frozen=True, slots=True)
+class ModelGradients:
+    """Where the gradients of a whole model's parameters are.
+
+    Args:
+        owner: Tells the stage that holds a parameter; None: all do.
+        summed: Gradients of which each stage has a part as yet, whole, by the ``id`` of their
+            parameters. Collective over the pipeline.
+    """
+
+    owner: Callable[[Tensor], int | None]
+    summed: Callable[[], Mapping[int, Tensor]]
+
+    def is_counted_by(self, stage: int, parameter: Tensor) -> bool:
+        """Whether this stage is the one that counts a parameter's gradient."""
+        return (self.owner(parameter) or 0) == stage
 
 
 @torch.no_grad()
 def gradient_norm(
-    parameters: Sequence[Tensor], owner: Owner, groups: Groups, norm_type: float = 2.0
+    parameters: Sequence[Tensor], gradients: ModelGradients, groups: Groups, norm_type: float = 2.0
 ) -> Tensor:
     """The norm of the gradients of a whole model's parameters. Collective over the pipeline.
 
@@ -26,7 +43,7 @@ def gradient_norm(
     Args:
         parameters: The whole model's, in the same order on every stage; those of other stages
             without gradient.
-        owner: Tells the stage that holds a parameter; None: all do.
+        gradients: Where their gradients are.
         groups: The process groups.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
@@ -35,14 +52,16 @@ def gradient_norm(
     """
     dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
+    summed = gradients.summed()
     here = [
-        (i, _entries(p.grad))
+        (i, _entries(gradient))
         for i, p in enumerate(parameters)
-        if p.grad is not None and (owner(p) or 0) == groups.stage
+        if (gradient := summed.get(id(p), p.grad)) is not None
+        and gradients.is_counted_by(groups.stage, p)
     ]
     if here:
-        indices, gradients = zip(*here, strict=True)
-        found = torch._foreach_norm(list(gradients), norm_type, dtype=dtype)
+        indices, entries = zip(*here, strict=True)
+        found = torch._foreach_norm(list(entries), norm_type, dtype=dtype)
         norms[list(indices)] = torch.stack(list(found)).to(norms.device)
     norms = groups.pipeline.all_reduce(norms) if len(parameters) else norms
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)

@@ -8,11 +8,11 @@ over stages and replicas everybody takes over the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import ObjectChannel
@@ -68,6 +68,26 @@ class SharedParameters:
         """Sum gradients that accumulated unsummed. Collective, if there are any."""
         if not self._is_whole:
             self.synchronize()
+
+    @torch.no_grad()
+    def summed(self) -> Mapping[int, Tensor]:
+        """Sums of gradients that accumulated unsummed, which stay as they are. Collective.
+
+        Returns:
+            By the ``id`` of their parameters; none, if gradients are summed already.
+        """
+        channel = self._groups.pipeline
+        if self._is_whole or channel.is_alone or not self._parameters:
+            return {}
+        own = [p.grad is not None for p in self._parameters]
+        news = torch.tensor(own, dtype=torch.uint8, device="cpu")
+        anywhere = channel.all_reduce(news, dist.ReduceOp.MAX).bool().tolist()
+        sums = {}
+        for p in (p for p, has in zip(self._parameters, anywhere, strict=True) if has):
+            refuse_sparse(p)
+            own_part = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            sums[id(p)] = channel.all_reduce(own_part)
+        return sums
 
     def synchronize(self) -> None:
         """Sum gradients over stages, average them over replicas, share buffers. Collective.

@@ -13,6 +13,7 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
+from lightning_gpipe.gradients.norm import ModelGradients
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -216,9 +217,9 @@ class PipelinedModule:
         """Let the backbone and its layers be called as without a pipeline."""
         return self._redirections.suspended()
 
-    def owner(self, parameter: Tensor) -> int | None:
-        """The stage that holds a parameter; None: all do."""
-        return self._state.owner(parameter)
+    def gradients(self) -> ModelGradients:
+        """Where the gradients of the whole model are."""
+        return self._state.gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""

@@ -24,6 +24,7 @@ from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel, DataParallelOptions
 from lightning_gpipe.gradients.hooks import ParameterHooks
+from lightning_gpipe.gradients.norm import ModelGradients
 from lightning_gpipe.gradients.shared import SharedParameters
 from lightning_gpipe.model.lazy import LazyModule
 from lightning_gpipe.model.parameters import outside_to
@@ -41,7 +42,6 @@ from lightning_gpipe.state.gather import (
     StageTensors,
 )
 from lightning_gpipe.state.kept_in_layers import share_kept
-from lightning_gpipe.state.late_buffers import share_late_buffers
 from lightning_gpipe.state.optimizer_shards import OptimizerShards
 from lightning_gpipe.state.optimizers import (
     adopt,
@@ -244,9 +244,12 @@ class Pipeline:
     def _summed(self) -> list[SharedParameters]:
         return [self.shared] if self.on_ends is None else [self.shared, self.on_ends]
 
-    def owner(self, parameter: Tensor) -> int | None:
-        """The stage that holds a parameter; None: all do."""
-        return self.placement.owner(parameter)
+    def gradients(self) -> ModelGradients:
+        """See :meth:`PipelinedModule.gradients`."""
+        return ModelGradients(self.placement.owner, self._sums)
+
+    def _sums(self) -> dict[int, Tensor]:
+        return {key: s for shared in self._summed() for key, s in shared.summed().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`PipelinedModule.state_dict`; replica 0 gathers."""
@@ -305,7 +308,6 @@ class Pipeline:
         optimizers, groups = self.surroundings.optimizers(), self.surroundings.groups
         self.tensors.restore(is_whole=self.lazy is None)
         if self.lazy is None and groups.stages > 1:
-            share_late_buffers(self.module, self.placement, groups.pipeline)
             share_kept(self.module, self.placement, groups.pipeline)
         outside_to(self.module, self.body, HOST)  # also what modules such as metrics move along
         if groups.stages == 1:

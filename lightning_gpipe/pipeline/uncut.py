@@ -24,6 +24,7 @@ from lightning_gpipe.engine.whole_batch import WholeBatch
 from lightning_gpipe.gradients.consistency import ConsistencyCheck
 from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
+from lightning_gpipe.gradients.norm import ModelGradients
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.encoders import encode, encoders_of
 from lightning_gpipe.model.loop import is_loop
@@ -154,9 +155,9 @@ class Uncut:
             )
         yield loss
 
-    def owner(self, parameter: Tensor) -> int | None:
+    def gradients(self) -> ModelGradients:
         """All stages hold all."""
-        return None
+        return ModelGradients(lambda parameter: None, dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own; on the first rank with all values, though no layer is built."""

@@ -1,4 +1,7 @@
-"""What layers keep beside tensors, such as counters and extra state: their stage alone has it."""
+"""What layers have got in the run and no slot holds: new buffers, numbers, extra state.
+
+Their stage alone has it, so the others get it when the run ends.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.state.placement import Placement
@@ -21,11 +24,15 @@ class _Kept:
 
     Args:
         part: The module's dotted name.
+        buffers: Those that it has made since the cut, by name, in host memory.
+        unsaved: Names of those that state dicts leave out.
         attributes: Numbers, strings and flags.
         extra: What ``get_extra_state`` returns, in a tuple; none, if it has no such state.
     """
 
     part: str
+    buffers: dict[str, Tensor]
+    unsaved: set[str]
     attributes: dict[str, Any]
     extra: tuple[Any, ...]
 
@@ -42,25 +49,34 @@ def share_kept(module: nn.Module, placement: Placement, channel: ObjectChannel) 
     for stage, parts in enumerate(found):
         for kept in parts if stage != channel.index else ():
             part = module.get_submodule(kept.part)
-            vars(part).update(kept.attributes)
+            part._buffers.update(kept.buffers)
+            part._non_persistent_buffers_set |= kept.unsaved
+            part.__dict__.update(kept.attributes)
             for extra in kept.extra:
                 part.set_extra_state(extra)
 
 
 def _kept(module: nn.Module, placement: Placement) -> Iterator[_Kept]:
     """What this stage's layers keep."""
+    known = {(id(part), key) for slot in placement.slots for part, key in slot.places}
     for layer, stage in placement.layers.items():
         if stage != placement.stage:
             continue
         for name, part in module.get_submodule(layer).named_modules(prefix=layer):
+            buffers = {
+                key: buffer.detach().cpu()
+                for key, buffer in part._buffers.items()
+                if buffer is not None and (id(part), key) not in known
+            }
             attributes = {
                 key: value
                 for key, value in vars(part).items()
                 if type(value) in _PLAIN and key not in _TORCHS
             }
             extra = (part.get_extra_state(),) if _has_extra_state(type(part)) else ()
-            if attributes or extra:
-                yield _Kept(name, attributes, extra)
+            if buffers or attributes or extra:
+                unsaved = buffers.keys() & part._non_persistent_buffers_set
+                yield _Kept(name, buffers, unsaved, attributes, extra)
 
 
 def _has_extra_state(kind: type[nn.Module]) -> bool:

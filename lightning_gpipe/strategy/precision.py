@@ -14,14 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.gradients.norm import Owner, gradient_norm, refuse_infinite, scale_to_norm
+from lightning_gpipe.gradients.norm import (
+    ModelGradients,
+    gradient_norm,
+    refuse_infinite,
+    scale_to_norm,
+)
 from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.strategy import patches
 
 
 @contextmanager
 def over_stages(
-    plugin: Precision, module: nn.Module, owner: Owner, groups: Groups
+    plugin: Precision, module: nn.Module, gradients: Callable[[], ModelGradients], groups: Groups
 ) -> Iterator[None]:
     """Let gradients be clipped and scaled as those of all stages.
 
@@ -31,12 +36,12 @@ def over_stages(
     Args:
         plugin: The Trainer's precision plugin; its class stays what it is.
         module: The user's module.
-        owner: Tells the stage that holds a parameter; None: all do.
+        gradients: Tells where those of the whole model are.
         groups: The process groups.
     """
     scaler = getattr(plugin, "scaler", None)
     with ExitStack() as undo:
-        by_norm = partial(_clip_by_norm, plugin, owner, groups)
+        by_norm = partial(_clip_by_norm, plugin, gradients, groups)
         undo.enter_context(patches.CLIP_BY_NORM.replaced(by_norm, plugin))
         by_value = partial(_clip_by_value, plugin)
         undo.enter_context(patches.CLIP_BY_VALUE.replaced(by_value, plugin))
@@ -44,7 +49,7 @@ def over_stages(
             unscale = partial(_unscale, scaler._unscale_grads_, groups)
             undo.enter_context(patches.UNSCALE.replaced(unscale, scaler))
         if groups.stages > 1:
-            total_norm = partial(_total_norm, module, owner, groups)
+            total_norm = partial(_total_norm, module, gradients, groups)
             undo.enter_context(patches.TOTAL_NORM.replaced(total_norm))
             grouped = partial(_grouped, patches.CLIPPED_GROUPS.current())
             undo.enter_context(patches.CLIPPED_GROUPS.replaced(grouped))
@@ -61,7 +66,7 @@ def _grouped(
 @torch.no_grad()
 def _total_norm(
     module: nn.Module,
-    owner: Owner,
+    gradients: Callable[[], ModelGradients],
     groups: Groups,
     tensors: Tensor | Iterable[Tensor],
     norm_type: float = 2.0,
@@ -77,9 +82,9 @@ def _total_norm(
     tensors = [tensor for tensor in listed if not is_elsewhere(tensor)]
     given = {id(tensor) for tensor in tensors}
     parameters = list(module.parameters())
-    norms = _norms_of_given(parameters, given, owner, groups, norm_type)
-    gradients = {id(parameter.grad) for parameter in parameters}
-    others = [t for t in tensors if id(t) not in gradients]
+    norms = _norms_of_given(parameters, given, gradients(), groups, norm_type)
+    known = {id(parameter.grad) for parameter in parameters}
+    others = [t for t in tensors if id(t) not in known]
     norms += [torch.linalg.vector_norm(t, norm_type).to(groups.device) for t in others]
     if not norms:
         return torch.zeros((), device=groups.device)
@@ -92,26 +97,35 @@ def _total_norm(
 def _norms_of_given(
     parameters: Sequence[Tensor],
     given: Container[int],
-    owner: Owner,
+    gradients: ModelGradients,
     groups: Groups,
     norm_type: float,
 ) -> list[Tensor]:
     """Norms of those gradients that any stage was given, in the model's order. Collective."""
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
     table = torch.zeros(2, len(parameters), dtype=dtype.to_real(), device=groups.device)
+    summed = gradients.summed()
     for i, parameter in enumerate(parameters):
-        if id(parameter.grad) in given and (owner(parameter) or 0) == groups.stage:
-            table[0, i] = torch.linalg.vector_norm(parameter.grad, norm_type)
+        is_counted = gradients.is_counted_by(groups.stage, parameter)
+        gradient = parameter.grad if id(parameter.grad) in given else None
+        if gradient is not None and (is_counted or id(parameter) in summed):
             table[1, i] = 1
+        gradient = summed.get(id(parameter), gradient)
+        if gradient is not None and is_counted:
+            table[0, i] = torch.linalg.vector_norm(gradient, norm_type)
     norms, is_given = groups.pipeline.all_reduce(table)
     return list(norms[is_given > 0])
 
 
 def _clip_by_norm(
-    plugin: Precision, owner: Owner, groups: Groups, optimizer: Optimizer, clip_val: float
+    plugin: Precision,
+    gradients: Callable[[], ModelGradients],
+    groups: Groups,
+    optimizer: Optimizer,
+    clip_val: float,
 ) -> None:
     parameters = list(plugin.main_params(optimizer))
-    scale_to_norm(parameters, gradient_norm(parameters, owner, groups), clip_val)
+    scale_to_norm(parameters, gradient_norm(parameters, gradients(), groups), clip_val)
 
 
 def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:

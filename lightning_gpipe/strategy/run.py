@@ -126,7 +126,7 @@ class Run:
                 precision.over_stages(
                     trainer.precision_plugin,
                     trainer.lightning_module,
-                    self.pipeline.owner,
+                    self.pipeline.gradients,
                     world.groups,
                 )
             )
@@ -265,7 +265,7 @@ class Run:
 
     def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """See :meth:`GPipeStrategy.grad_norm`. Collective over the pipeline."""
-        return gradient_norm(parameters, self.pipeline.owner, self._world.groups, norm_type)
+        return gradient_norm(parameters, self.pipeline.gradients(), self._world.groups, norm_type)
 
     def clip(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, only_finite: bool
