@@ -11,12 +11,12 @@ modes, for five models, takes some minutes:
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import logging
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -270,13 +270,13 @@ def rows(cell: Cell) -> Iterator[tuple[str, float, float]]:
         yield f"| {' | '.join(row)} |", error, beside
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     """Print the table, or the rows whose cells have all given words in their text."""
     print("| model | step | K | M | checkpoint | stage | kB | measured | error | in first step |")
     print("|---" * 10 + "|")
     errors = []
     for cell in grid():
-        if all(word in str(cell) for word in sys.argv[1:]):
+        if all(word in str(cell) for word in words):
             for row, error, _ in rows(cell):
                 print(row, flush=True)
                 errors.append(error)
@@ -285,4 +285,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="what rows must have in their text, as 'never'")
+    main(parser.parse_args().words)

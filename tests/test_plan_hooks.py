@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy, cli
@@ -25,6 +26,7 @@ class Plain(L.LightningModule):
         self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.register_buffer("mean", torch.ones(WIDTH))
         self.calls: list[Any] = []
+        self.target = torch.device("cpu")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.backbone(batch).square().mean()
@@ -49,11 +51,12 @@ class Unpacks(Plain):
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
+        self.target = device
         return [x.to(device) for x in batch]
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         (x,) = batch
-        assert x.device.type == "cuda"
+        assert x.device == self.target
         return x.flatten(1).float() / 255
 
 
@@ -86,6 +89,16 @@ def test_hooks_get_the_batch_on_the_devices_of_a_run() -> None:
     x = torch.ones(SAMPLES, WIDTH, device="meta")
     assert said(module, pictures, "cuda") == said(Plain(), x, "cuda")
     assert module.calls == []
+
+
+def test_old_versions_of_pytorch_end_the_process_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(SAMPLES, WIDTH)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
+    with pytest.warns(UserWarning, match="not of cuda's, .* Plan with torch 2.10 or newer"):
+        assert said(Plain(), x, "cuda") == said(Plain(), x, "cpu")
 
 
 def test_examples_go_through_no_hook() -> None:

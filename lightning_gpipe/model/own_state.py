@@ -29,6 +29,7 @@ OTHERS = {"torch", "lightning", "torchmetrics", "lightning_gpipe", *sys.stdlib_m
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_MODULES = vars(nn.Module()).keys()
 _NO_DATA = (type, ModuleType, FunctionType)
+_ATOMS = {bool, int, float, complex, str, bytes, type(None), FunctionType}
 _CONTAINERS = (list, dict, set)
 _outermost: _OwnState | None = None
 _is_in_pass = False
@@ -90,6 +91,7 @@ class _OwnState:
         kinds = {kind for part in module.modules() for kind in type(part).__mro__}
         packages = {package(kind.__module__) for kind in kinds} - OTHERS
         self._own = {package for package in packages if not is_installed(package)}
+        self._own_kinds: dict[type, bool] = {}
         self._contents: list[tuple[Any, Any]] = []
         self._own_caches: list[Any] = []  # of which the collector may not know
         holders = self._holders(module)
@@ -132,7 +134,9 @@ class _OwnState:
         while left:
             value = left.pop()
             kind = type(value)  # a proxy claims to be of another class, or fails to tell
-            if id(value) in seen or issubclass(kind, (nn.Module, Tensor, ModuleType)):
+            if kind in _ATOMS or id(value) in seen:
+                continue
+            if issubclass(kind, (nn.Module, Tensor, ModuleType)):
                 continue
             seen.add(id(value))
             if kind is functools._lru_cache_wrapper:
@@ -151,8 +155,11 @@ class _OwnState:
 
     def _is_own(self, value: Any) -> bool:
         kind = value if issubclass(type(value), type) else type(value)
-        # a parametrized module's class is torch's, and its base the user's
-        return any(package(base.__module__) in self._own for base in kind.__mro__)
+        if kind not in self._own_kinds:
+            # a parametrized module's class is torch's, and its base the user's
+            packages = {package(base.__module__) for base in kind.__mro__}
+            self._own_kinds[kind] = not packages.isdisjoint(self._own)
+        return self._own_kinds[kind]
 
 
 def _is_wrong(value: Any, everything: bool) -> bool:

@@ -109,7 +109,7 @@ class PlanningStrategy(SavingStrategy):
         }
         chosen = {name: values for name, values in given.items() if values is not None}
         choices = replace(Choices.around(settings, devices), **chosen)
-        place = _accelerator() if device is None else _device(device)
+        place = _accelerator() if device is None else _pretendable(_device(device))
         batch, input = map(self.precision_plugin.convert_input, (batch, input))
         with (
             warnings.catch_warnings(),
@@ -197,6 +197,18 @@ def _device(name: torch.device | str) -> torch.device:
 def _accelerator() -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     return found or torch.device("cpu")
+
+
+def _pretendable(device: torch.device) -> torch.device:
+    """A device whose kernels can be asked for here: older versions of PyTorch end the process."""
+    if device.type != "cuda" or torch.cuda.is_available() or torch.__version__ >= "2.10":
+        return device
+    rank_zero_warn(
+        f"The plan is of the CPU's kernels, not of {device.type}'s, which may keep other tensors:"
+        f" without a GPU, torch {torch.__version__} can't tell what those do. Plan with torch 2.10"
+        " or newer."
+    )
+    return torch.device("cpu")
 
 
 @contextmanager

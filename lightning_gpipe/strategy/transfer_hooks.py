@@ -37,6 +37,8 @@ def transferred(module: pl.LightningModule, batch: Any, device: torch.device) ->
     if not any(is_overridden(name, holder) for name, holder in holders.items()):
         return batch
     batch = move_data_to_device(batch, torch.device("cpu"))
+    if device.type != "cpu":  # as a run gives it
+        device = torch.device(device.type, device.index or 0)
     for name, holder in holders.items():
         arguments = (batch, device, 0) if name == _TRANSFER else (batch, 0)
         try:
