@@ -172,6 +172,32 @@ def test_a_rank_without_the_module_stays_without() -> None:
     assert second == [(True, True)] * 2
 
 
+class Pruned(Exception):
+    pass
+
+
+class Prunes(Living):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 3:
+            raise Pruned("no better than the others")
+        return loss
+
+
+def caught_by_its_type() -> int:
+    strategy = GPipeStrategy(3)
+    with pytest.raises(Pruned, match="no better"):
+        trainer(devices=2, max_epochs=1, strategy=strategy).fit(Prunes())
+    second = trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3))
+    second.fit(Living())
+    return second.global_step
+
+
+def test_an_error_that_each_rank_raises_is_caught_by_its_type() -> None:
+    for _ in range(3):  # which of them is first is chance
+        assert run_ranks(caught_by_its_type, 2) == [15, 15]
+
+
 class Unsavable(torch.optim.SGD):
     def state_dict(self) -> Any:
         raise KeyError("state")

@@ -21,6 +21,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.engine.autograd import Behind
 from lightning_gpipe.engine.stopwatch import Stopwatch
+from lightning_gpipe.failure.reason import text_of
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.kept_elsewhere import explained
@@ -285,6 +286,8 @@ class Run:
                 raise
             first = self._world.report(error)
             if first is None or first.rank == self._world.rank or first.text in str(error):
+                raise
+            if first.text == text_of(error):  # every rank runs the step: it fails alike on all
                 raise
             raise RemoteError(str(first)) from None
 
