@@ -198,6 +198,54 @@ def test_an_error_that_each_rank_raises_is_caught_by_its_type() -> None:
         assert run_ranks(caught_by_its_type, 2) == [15, 15]
 
 
+class Pairs(Living):
+    """Reads two batches in a step; the loader has 15."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        first, second = next(dataloader_iter)[0], next(dataloader_iter)[0]
+        return self.loss(*map(torch.cat, zip(first, second, strict=True)))
+
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        first, second = next(dataloader_iter)[0], next(dataloader_iter)[0]
+        loss = self.loss(*map(torch.cat, zip(first, second, strict=True)))
+        self.log("val_loss", loss, batch_size=16)
+
+
+def reading_pairs(stages: int) -> tuple[int, Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = Pairs()
+    options = {"strategy": GPipeStrategy(3)} if stages else {}
+    run = trainer(devices=stages or 1, max_epochs=2, **options)
+    run.fit(module)
+    return run.global_step, dict(run.callback_metrics), module.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_finds_no_batch_ends_the_epoch() -> None:
+    plain = reading_pairs(0)
+    assert plain[0] == 14
+    for found in run_ranks(reading_pairs, 2, 2):
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
+
+
+class Unended(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + next(self.parameters())  # there are none
+
+
+def ending_in_a_layer() -> str:
+    module = Living()
+    module.backbone.append(Unended())
+    with pytest.raises(RuntimeError) as caught:
+        trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3, balance=[3, 4])).fit(module)
+    return str(caught.value)
+
+
+def test_a_layer_cannot_end_the_epoch() -> None:
+    for said in run_ranks(ending_in_a_layer, 2):
+        assert "StopIteration" in said
+
+
 class Unsavable(torch.optim.SGD):
     def state_dict(self) -> Any:
         raise KeyError("state")

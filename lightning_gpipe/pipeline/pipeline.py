@@ -190,7 +190,10 @@ class Pipeline:
         if self.surroundings.chunks > 1:
             whole = self.per_sample.whole(batch, run_layer)
         outline = partial(self.per_sample.outline, batch, run_layer)
-        output = self.engine.forward(batch, run_layer, whole, outline)
+        try:
+            output = self.engine.forward(batch, run_layer, whole, outline)
+        except StopIteration as error:  # on one stage: it mustn't end the epoch there
+            raise RuntimeError("A layer of the backbone raised StopIteration") from error
         self.shared_state.check()
         return output
 

@@ -229,7 +229,13 @@ class Run:
         return self._steps is not None
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._guarded(), self._trial.shared(), explained(self._trainer.lightning_module):
+        # where a step has read its last batch, Lightning ends the epoch, on every rank
+        spared = () if self.differentiates else (StopIteration,)
+        with (
+            self._guarded(*spared),
+            self._trial.shared(),
+            explained(self._trainer.lightning_module),
+        ):
             self._world.generators.share()
             result = step(*args, **kwargs)
         return result
@@ -277,12 +283,16 @@ class Run:
         return total
 
     @contextmanager
-    def _guarded(self) -> Generator[None, None, None]:
-        """Tell every rank of an error at once, and raise the first one of the run."""
+    def _guarded(self, *spared: type[Exception]) -> Generator[None, None, None]:
+        """Tell every rank of an error at once, and raise the first one of the run.
+
+        Args:
+            spared: What isn't an error.
+        """
         try:
             yield
         except Exception as error:
-            if self._trial.spares(error):
+            if isinstance(error, spared) or self._trial.spares(error):
                 raise
             first = self._world.report(error)
             if first is None or first.rank == self._world.rank or first.text in str(error):
