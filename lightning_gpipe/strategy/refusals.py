@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
@@ -201,8 +202,9 @@ def refuse_logging(module: nn.Module, loggers: Iterable[object]) -> None:
                 " stages hold some of them: give it log='gradients', which logs those of the first"
                 " stage."
             )
-    traces = (getattr(logger, "_log_graph", False) for logger in loggers)
-    if any(traces) and getattr(module, "example_input_array", None) is not None:
+    boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+    traces = any(board._log_graph for board in boards)
+    if traces and getattr(module, "example_input_array", None) is not None:
         raise ValueError(
             "TensorBoardLogger(log_graph=True) traces the whole model in one process, and it is"
             " spread over stages: log the graph before the Trainer runs, with"

@@ -199,3 +199,14 @@ def _fixed() -> Any:
             run.fit(Module())
         found += [chunks] if not any("did not take" in str(w.message) for w in caught) else []
     return found
+
+
+def _fast_dev_run(folder: str) -> int:
+    logger = TensorBoardLogger(folder, log_graph=True)  # a stand-in takes its place
+    run = trainer(devices=STAGES, strategy=GPipeStrategy(3), fast_dev_run=True, logger=logger)
+    run.fit(Graph())
+    return run.global_step
+
+
+def test_fast_dev_run_logs_no_graph(tmp_path: Path) -> None:
+    assert run_ranks(_fast_dev_run, STAGES, str(tmp_path)) == [1, 1]
