@@ -618,6 +618,15 @@ def test_refusals_before_training(kind: type[models.Language]) -> None:
         trainer(devices=1, strategy=GPipeStrategy(4, step="micro-batch"), max_steps=1).fit(kind())
 
 
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no")
+def test_a_step_that_is_none_is_left_out() -> None:
+    module = models.Language()
+    module.validation_step = None  # type: ignore[method-assign, assignment]
+    run = trainer(devices=1, strategy=GPipeStrategy(4, step="micro-batch"), max_steps=1)
+    run.fit(module)
+    assert run.global_step == 1
+
+
 def test_refused_arguments() -> None:
     with pytest.raises(ValueError, match="step must be one of 'mini-batch', 'micro-batch'"):
         GPipeStrategy(step="token")  # type: ignore[arg-type]

@@ -114,7 +114,8 @@ def refuse_steps(trainer: pl.Trainer) -> None:
             f" {remedy}"
         )
     for name in _STEPS:
-        if is_param_in_hook_signature(getattr(module, name), _READS_ITSELF, explicit=True):
+        step = getattr(module, name)  # None: Lightning leaves out what it is for
+        if step and is_param_in_hook_signature(step, _READS_ITSELF, explicit=True):
             raise ValueError(
                 f"{name}(self, {_READS_ITSELF}) reads its batches itself, so step='micro-batch'"
                 f" can't split them: {remedy}"
