@@ -240,3 +240,34 @@ class Images(Classifier):
 def test_a_range_of_micro_batches_is_refused() -> None:
     with pytest.raises(ValueError, match=r"takes the range.*data_range=.*step='mini-batch'"):
         told(Images, 1)
+
+
+class OwnReset(L.LightningModule):
+    """Its metric's reset is replaced on the object, as by a mock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, CLASSES))
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        reset = self.accuracy.reset
+        self.accuracy.reset = lambda: reset()  # type: ignore[method-assign]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.accuracy(self.backbone(x), y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+
+
+def _own_reset(stages: int) -> Any:
+    torch.manual_seed(0)
+    module, x = OwnReset(), torch.randn(20, 3)
+    y = module.backbone(x).argmax(1) * (x.sum(1) > 0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    options = {"strategy": GPipeStrategy(2, step="micro-batch")} if stages else {}
+    return trainer(devices=stages or 1, **options).validate(module, loader, verbose=False)
+
+
+def test_a_metric_whose_reset_is_replaced() -> None:
+    plain = _own_reset(0)
+    assert plain[0]["accuracy_epoch"] > 0
+    assert run_ranks(_own_reset, 2, 2) == [plain] * 2

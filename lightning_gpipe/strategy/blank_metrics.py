@@ -22,7 +22,8 @@ class Blanks:
         """A metric without data, made before a step gives it any: that may have a graph."""
         if id(measure) not in self._copies:
             self._copies[id(measure)] = measure.clone()
-            self._copies[id(measure)].reset()
+            # its class's: one that was put on the metric would reset that one
+            type(measure).reset(self._copies[id(measure)])
         return self._copies[id(measure)]
 
     def keep(self, ids: Container[int]) -> None:

@@ -138,7 +138,7 @@ class StepMetrics:
             metric._forward_cache = results
         if of_mini_batch is not None:
             with trace.suspended():
-                of_mini_batch.reset()
+                type(of_mini_batch).reset(of_mini_batch)  # type: ignore[arg-type]
 
     def _computed(
         self, trace: StepTrace, measure: _Measure, own: _Measure | None, where: Where | None
