@@ -192,8 +192,11 @@ class Pipeline:
         outline = partial(self.per_sample.outline, batch, run_layer)
         try:
             output = self.engine.forward(batch, run_layer, whole, outline)
-        except StopIteration as error:  # on one stage: it mustn't end the epoch there
-            raise RuntimeError("A layer of the backbone raised StopIteration") from error
+        except StopIteration as error:
+            raise RuntimeError(
+                "A layer of the backbone raised StopIteration, which would end the epoch on this"
+                " stage alone: catch it in the layer."
+            ) from error
         self.shared_state.check()
         return output
 

@@ -21,7 +21,7 @@ from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.plan.settings import Settings, check_choice
-from lightning_gpipe.strategy import _lightning, advice, building, callbacks, refusals, world
+from lightning_gpipe.strategy import _lightning, advice, building, callbacks, collectives, refusals
 from lightning_gpipe.strategy.checkpoint_io import refuse_for_parts, with_whole_files
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
@@ -189,23 +189,24 @@ class ProcessesStrategy(PlacedStrategy):
         if name == "run-stage":  # Lightning has its handlers installed, and loads data next
             self._connected.take_signals()
         if not self.is_interrupted:
-            world.barrier(self.root_device)
+            collectives.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        return obj if self.is_interrupted else world.broadcast(obj, src)
+        return obj if self.is_interrupted else collectives.broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self.is_interrupted else world.agree(decision, self.root_device, all)
+        can_wait = not self.is_interrupted
+        return collectives.agree(decision, self.root_device, all) if can_wait else decision
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return world.reduce(tensor, self._over_replicas(group), reduce_op)
+        return collectives.reduce(tensor, self._over_replicas(group), reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return world.all_gather(tensor, self._over_replicas(group), sync_grads)
+        return collectives.all_gather(tensor, self._over_replicas(group), sync_grads)
 
     def _over_replicas(self, group: Any) -> Any:
         """What Lightning means by all processes: the replicas; None: there is one."""

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.engine.autograd import Behind
 from lightning_gpipe.engine.stopwatch import Stopwatch
-from lightning_gpipe.failure.reason import text_of
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.kept_elsewhere import explained
@@ -167,11 +165,11 @@ class Run:
 
     def close(self) -> Parts | None:
         """Give the module back; returns what each rank goes on holding, if it doesn't get all."""
-        with self._guarded():
+        with self._world.guarded():
             if self._can_restore():
                 self.pipeline.cut_unbuilt()
         parts = self.pipeline.parts
-        with self._guarded():
+        with self._world.guarded():
             self._undo.close()
         del self.pipeline, self.optimizer_states  # they know this object and the groups
         return parts
@@ -232,7 +230,7 @@ class Run:
         # where a step has read its last batch, Lightning ends the epoch, on every rank
         spared = () if self.differentiates else (StopIteration,)
         with (
-            self._guarded(*spared),
+            self._world.guarded(*spared),
             self._trial.shared(),
             explained(self._trainer.lightning_module),
         ):
@@ -254,7 +252,7 @@ class Run:
         self.is_steered = True
         try:
             with (
-                self._guarded(),
+                self._world.guarded(),
                 self.pipeline.backward(loss, retain, not self._accumulating) as own,
             ):
                 yield own
@@ -281,25 +279,6 @@ class Run:
         total = self.grad_norm(parameters, norm_type)
         scale_to_norm(parameters, total, max_norm, only_finite)
         return total
-
-    @contextmanager
-    def _guarded(self, *spared: type[Exception]) -> Generator[None, None, None]:
-        """Tell every rank of an error at once, and raise the first one of the run.
-
-        Args:
-            spared: What isn't an error.
-        """
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, spared) or self._trial.spares(error):
-                raise
-            first = self._world.report(error)
-            if first is None or first.rank == self._world.rank or first.text in str(error):
-                raise
-            if first.text == text_of(error):  # every rank runs the step: it fails alike on all
-                raise
-            raise RemoteError(str(first)) from None
 
     def state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""

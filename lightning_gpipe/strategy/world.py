@@ -1,4 +1,4 @@
-"""The processes of a run: their places, groups, watchdog and signals, and what they reduce."""
+"""The processes of a run: their places, groups, watchdog and signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
 
 from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.comm.groups import Groups
@@ -26,10 +25,10 @@ from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.comm.nearby import Nearby
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.failure.reason import Failure, Kind
+from lightning_gpipe.failure.reason import Failure, Kind, text_of
 from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.failure.watchdog import Watchdog
-from lightning_gpipe.strategy import _lightning
+from lightning_gpipe.strategy import _lightning, collectives
 from lightning_gpipe.strategy.children import expecting_all, wait_for_children
 from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
 from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue, SaveOnInterrupt
@@ -243,6 +242,25 @@ class World:
         kind: Kind | None = "sigterm" if isinstance(error, SIGTERMException) else None
         return self._watchdog.report(error, kind) if self._watchdog is not None else None
 
+    @contextmanager
+    def guarded(self, *spared: type[Exception]) -> Iterator[None]:
+        """Tell every rank of an error at once, and raise the first one of the run.
+
+        Args:
+            spared: What isn't an error.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, spared) or self.trial.spares(error):
+                raise
+            first = self.report(error)
+            if first is None or first.rank == self.rank or first.text in str(error):
+                raise
+            if first.text == text_of(error):  # every rank runs the step: it fails alike on all
+                raise
+            raise RemoteError(str(first)) from None
+
     def prepare_last_word(self, error: BaseException, failure: Failure) -> None:
         """Let the process end with the first failure of the run, when all have ended."""
         wait = partial(wait_for_children, self._connection.deadlines.grace_s)
@@ -299,7 +317,7 @@ class World:
             layout.stages,
             layout.world_size,
             connection.environment.main_address,
-            broadcast,
+            collectives.broadcast,
             self._abort,
             connection.device.type == "cpu",
             connection.deadlines,
@@ -330,69 +348,3 @@ class World:
 def _abort(group: Any) -> None:
     with suppress(Exception):  # the run has failed already, for another reason
         group.abort()
-
-
-def barrier(device: torch.device) -> None:
-    """Wait for all processes, if they are connected."""
-    if not _lightning.distributed_is_initialized():
-        return
-    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-
-
-def broadcast(value: _T, source: int = 0) -> _T:
-    """Give all processes an object of one, if they are connected."""
-    if not _lightning.distributed_is_initialized():
-        return value
-    objects = [value]
-    dist.broadcast_object_list(objects, source)
-    return objects[0]
-
-
-def agree(decision: bool, device: torch.device, all_of_them: bool) -> bool:
-    """Whether all processes, or any of them, have decided so, if they are connected."""
-    if not _lightning.distributed_is_initialized():
-        return decision
-    votes = torch.tensor(int(decision), device=device)
-    dist.all_reduce(votes, dist.ReduceOp.MIN if all_of_them else dist.ReduceOp.MAX)
-    return bool(votes)
-
-
-def reduce(tensor: Any, group: Any, operation: Any) -> Any:
-    """Reduce a value over a group of processes; None: nobody else has a part of it."""
-    if group is None or not isinstance(tensor, Tensor):
-        return tensor
-    return _lightning.reduce(tensor, group, operation)
-
-
-def all_gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
-    """Gather a value from a group of processes; None: nobody else has a part of it.
-
-    Returns:
-        ``[processes, …]``, or the tensor itself if nobody else has a part of it.
-    """
-    if group is None:
-        return tensor
-    if sync_grads:
-        gathered: Tensor = _Gathered.apply(tensor, group)
-        return gathered
-    return _lightning.all_gather(tensor, group)
-
-
-class _Gathered(torch.autograd.Function):
-    """Gathers with gradients. PyTorch's own takes the numbers of a group's processes for ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total[dist.get_rank(ctx.group)], None
