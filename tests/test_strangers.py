@@ -251,8 +251,8 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
     [
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
         (HookedInDict, 2, "KeyError: 'first'.*A forward hook runs on the stage that has its layer"),
-        (Balanced, 2, "AttributeError: .*Layers leave 'balance' on the stage where they run"),
-        (BalancedLater, 2, "TypeError: .*Layers leave 'balance' on the stage where they run"),
+        (Balanced, 2, "(?s)AttributeError: .*Layers leave 'balance' on the stage where they run"),
+        (BalancedLater, 2, "(?s)TypeError: .*Layers leave 'balance' on the stage where they run"),
         (ReadsGradient, 2, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (ReadsGradient, 3, r"A tensor of shape \(.*requires a gradient and is no parameter"),
         (
