@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,15 +21,10 @@ TRANSLATION = ROOT / "examples" / "translation.py"
 
 
 def run(*arguments: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=cwd,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    code, screen = scripts.run(command, timeout=240, cwd=cwd)
+    assert code == 0, screen
+    return screen
 
 
 def test_digits(tmp_path: Path) -> None:

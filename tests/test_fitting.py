@@ -103,7 +103,7 @@ def made_up(numbers: random.Random, layers: int) -> ModelMemory:
 
 def test_a_cut_is_found_where_there_is_one() -> None:
     """For limits 10 % above the least with which any cut fits; 9 of 10 times at least."""
-    numbers, layers, stages, chunks = random.Random(3), 9, 3, 8
+    numbers, layers, stages, chunks = random.Random(3), 9, 3, 4
     found = []
     for _ in range(10):
         memory = made_up(numbers, layers)
