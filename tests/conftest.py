@@ -11,18 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-#: Files of tests that take half a minute or more, the longest first.
-LONG = (
-    *("failure", "launchers", "micro_batch_step", "encoders", "docs", "blocks", "paper", "memory"),
-    *("strategy", "step_telling", "scenarios", "optimizer_shards", "recipes", "batch_size"),
-    *("equality", "replicas", "sharded", "suites", "shared_state", "data", "reduction", "example"),
-)
 
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """One thread per process, here and in all that start, and a fast start for these."""
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # files keep the order that they get below
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     tests = Path(__file__).parent
@@ -30,12 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = [str(tests / "start"), str(tests.parent)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *filter(None, paths)]))
     torch.set_num_threads(1)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take long: at the end one worker alone would have them."""
-    order = {f"test_{name}": i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_collection_finish() -> None:
