@@ -91,7 +91,7 @@ def test_hooks_get_the_batch_on_the_devices_of_a_run() -> None:
     assert module.calls == []
 
 
-def test_old_versions_of_pytorch_end_the_process_without_a_gpu(
+def test_where_pytorch_would_end_the_process_a_plan_is_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(SAMPLES, WIDTH)

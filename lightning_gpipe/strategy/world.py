@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from lightning_gpipe.strategy import _lightning, collectives
 from lightning_gpipe.strategy.children import expecting_all, wait_for_children
 from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
 from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue, SaveOnInterrupt
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
