@@ -201,6 +201,71 @@ class Penalized(models.Around):
         return nn.functional.mse_loss(self(x), y) + (gradient.norm(dim=1) - 1).square().mean()
 
 
+class PenalizedMix(models.Around):
+    """A penalty on the gradient of what the backbone's output was mixed into."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.backbone(self.before(x))
+        mixed = 0.3 * h + 0.7 * y
+        (gradient,) = torch.autograd.grad(
+            self.after(mixed).square().sum(), mixed, create_graph=True
+        )
+        penalty = (gradient.norm(dim=1) - 1).square().mean()
+        return nn.functional.mse_loss(self.after(h), y) + penalty
+
+
+class Balances(models.Around):
+    """Weighs two losses by the gradients of the layer behind the backbone, as a VQGAN does."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.backbone(self.before(x))
+        first, second = nn.functional.mse_loss(self.after(h), y), self.after(h).abs().mean()
+        norms = [
+            torch.autograd.grad(loss, [self.after.weight, h], retain_graph=True)
+            for loss in (first, second)
+        ]
+        weights = [a.norm() / b.norm() for a, b in zip(*norms, strict=True)]
+        return first + sum(weights).detach() * second
+
+
+class AsksBefore(models.Around):
+    """Asks for the gradient of what stands before the backbone."""
+
+    def asked(self) -> Any:
+        return self.before.weight
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        torch.autograd.grad(loss, self.asked(), retain_graph=True, allow_unused=True)
+        return loss
+
+
+class AsksTied(AsksBefore):
+    """Asks for that of a weight that the backbone has, too."""
+
+    def build(self) -> None:
+        super().build()
+        self.after.weight = self.backbone[0].weight
+
+    def asked(self) -> Any:
+        return self.after.weight
+
+
+class AsksEverywhere(AsksBefore):
+    """Asks for that of a weight that is used on both sides of the backbone."""
+
+    def build(self) -> None:
+        super().build()
+        self.after.weight = self.before.weight
+
+
+class AsksLayer(AsksBefore):
+    """Asks for that of a weight of the backbone."""
+
+    def asked(self) -> Any:
+        return self.backbone[0].weight
+
+
 class Adversarial(models.Around):
     """The remedy: the perturbation is a parameter."""
 
@@ -264,6 +329,11 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
         (Residual, 2, "The backbone's first layer changes its input in place"),
         (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
         (Saliency, 2, "torch.autograd.grad through the backbone is not supported"),
+        *(
+            (kind, stages, "torch.autograd.grad through the backbone is not supported")
+            for kind in (AsksBefore, AsksTied, AsksEverywhere, AsksLayer)
+            for stages in (1, 2)
+        ),
     ],
 )
 def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem: str) -> None:
@@ -300,7 +370,7 @@ def test_refused_in_steps_of_micro_batches(
     [(Logged, 1), (Logged, 2), (Perturbed, 1), (Perturbed, 2), (Penalized, 1), (Penalized, 3)]
     + [
         (kind, stages)
-        for kind in (InputGradient, Beside, PreActivated, Same)
+        for kind in (InputGradient, Beside, PreActivated, Same, PenalizedMix, Balances)
         for stages in (1, 2, 3)
     ]
     + [(Adversarial, stages) for stages in (1, 2, 3)],

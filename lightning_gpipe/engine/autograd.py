@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpipe.model.notes import add_note
-from lightning_gpipe.tensors.graph import nodes_of
+from lightning_gpipe.tensors.graph import next_of, nodes_of
 
 _sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009
 _run_backward: Callable[..., object] = getattr(torch.autograd.graph, "_engine_run_backward")  # noqa: B009
@@ -177,6 +177,36 @@ class Behind:
                 behind.nodes.append(node._sequence_nr())
         behind.leaves.extend(t for t in tensors if t.is_leaf and t.requires_grad)
         return behind
+
+
+def leads_through(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge], body: nn.Module
+) -> bool:
+    """Whether gradients of inputs come through the backbone, or may not come at all.
+
+    Args:
+        outputs: What is differentiated.
+        inputs: By what.
+        body: The backbone.
+    """
+    if not Behind.of(outputs).calls:
+        return False
+    nodes = set(nodes_of((t.grad_fn for t in outputs if t.grad_fn is not None), _outside))
+    inside = set(nodes_of(node for node in nodes if hasattr(node, "gpipe_call")))
+    own = set(map(id, body.parameters()))
+    for wanted in inputs:
+        if isinstance(wanted, Tensor):
+            if id(wanted) in own or not wanted.requires_grad:
+                return True
+            wanted = get_gradient_edge(wanted)
+        if wanted.node not in nodes - inside:
+            return True
+    return False
+
+
+def _outside(node: Any) -> list[Any]:
+    """The nodes to which a node leads without the backbone."""
+    return [] if hasattr(node, "gpipe_call") else next_of(node)
 
 
 class LayerForwards:

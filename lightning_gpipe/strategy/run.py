@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import NoneType
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.engine.autograd import Behind
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
@@ -35,6 +34,7 @@ from lightning_gpipe.strategy import (
     functional_calls,
     metrics,
     monitor,
+    outside_gradients,
     patches,
     precision,
     refusals,
@@ -133,8 +133,7 @@ class Run:
             if world.groups.stages == 1 and settings.step == "mini-batch":
                 steered = partial(_backward_alone, self, torch.autograd.backward)
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
-            grad = wraps(torch.autograd.grad)(partial(_grad_outside, torch.autograd.grad))
-            undo.enter_context(patches.AUTOGRAD_GRAD.replaced(grad))
+            undo.enter_context(outside_gradients.allowed(self.pipeline))
             undo.enter_context(patches.hooks_counted())
             undo.enter_context(functional_calls.refused(self.pipeline))
             undo.enter_context(searched_over_stages(trainer, self._trial))
@@ -343,19 +342,6 @@ def _backward_alone(
     loss = torch.stack([tensor.sum() for tensor in listed]).sum()  # leads to the same graph
     with run.backward(loss, bool(retain_graph)):
         call()
-
-
-def _grad_outside(
-    grad: Callable[..., Any], outputs: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any
-) -> Any:
-    """Compute gradients with ``torch.autograd.grad``, where that doesn't lead to the backbone."""
-    listed = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    if Behind.of([tensor for tensor in listed if isinstance(tensor, Tensor)]).calls:
-        raise RuntimeError(
-            "torch.autograd.grad through the backbone is not supported: for gradients of an input"
-            " call the module outside the Trainer."
-        )
-    return grad(outputs, *args, **kwargs)
 
 
 def _end_on_sigterm(loop: Any) -> None:
