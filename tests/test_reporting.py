@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,37 @@ def test_an_embedding_that_scales_by_frequency_is_told_of() -> None:
     with pytest.warns(UserWarning, match=told):
         train(Words("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(2))
     train(Words("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(1))
+
+
+class TimeFirst(models.Module):
+    """Gives the backbone ``[time, batch, width]``, or the batch first."""
+
+    batch_first = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.stack([x, 2 * x, 3 * x], dim=1)
+        out: Tensor = self.backbone(steps if self.batch_first else steps.transpose(0, 1))
+        return out[:, -1] if self.batch_first else out[-1]
+
+
+class BatchFirst(TimeFirst):
+    batch_first = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_told"),
+    [
+        (TimeFirst, {"chunks": 2}, True),
+        (TimeFirst, {"chunks": 1}, False),
+        (TimeFirst, {"chunks": 2, "step": "micro-batch"}, False),
+        (BatchFirst, {"chunks": 2}, False),
+    ],
+)
+def test_an_input_with_time_first_is_told_of(
+    kind: type[models.Module], options: dict[str, Any], is_told: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(kind("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(**options))
+    texts = [str(warning.message) for warning in told]
+    assert any("shape [3, 8, 6], and the batch 8 samples" in text for text in texts) == is_told

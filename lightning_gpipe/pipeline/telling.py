@@ -13,6 +13,8 @@ from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.chunks import largest_micro_batch, micro_batches
 from lightning_gpipe.plan.model_memory import ExpectedMemory
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
+from lightning_gpipe.tensors.microbatch import batch_leaf
+from lightning_gpipe.tensors.tree import Tree
 
 
 def tell_cut(
@@ -59,6 +61,8 @@ def tell_cut(
                 " sees slices of time. Build it with batch_first=True."
             )
             break
+    else:
+        _warn_of_time_first(backbone, around, sample)
     is_replicated = around.settings.step == "mini-batch"
     for name, part in (body if is_replicated else module).named_modules():
         if getattr(part, "scale_grad_by_freq", False) and chunks > 1:
@@ -75,4 +79,22 @@ def tell_cut(
             " first or the last stage alone does, if the loss is a mean over samples or tokens."
             " Or move what you can into the backbone, or name another one with"
             " GPipeStrategy(backbone=...)."
+        )
+
+
+def _warn_of_time_first(backbone: str, around: Surroundings, sample: Any) -> None:
+    """Warn of an input of the backbone whose dimension 1 seems to be the batch."""
+    if sample is None or around.chunks == 1 or around.settings.step == "micro-batch":
+        return
+    tree = Tree.of(sample, "The backbone's input")
+    first, lengths = batch_leaf(tree), around.lengths()
+    if first is None or tree.leaves[first].ndim != 3:
+        return
+    rows, columns, _ = tree.leaves[first].shape
+    if rows not in lengths and columns in lengths:
+        around.warn(
+            f"The input of '{backbone}' has shape {list(tree.leaves[first].shape)}, and the batch"
+            f" {columns} samples. Micro-batches are cut along dimension 0: if that is time, and"
+            " dimension 1 the batch, layers see slices of time, and the weights come out wrong."
+            " Give the backbone [batch, time, ...]."
         )

@@ -42,6 +42,7 @@ from lightning_gpipe.strategy import (
     step_draws,
 )
 from lightning_gpipe.strategy.batch_size import searched_over_stages
+from lightning_gpipe.strategy.batches import lengths_of
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
@@ -78,8 +79,8 @@ class Run:
         layer_sync: Any,
         logged: LoggedSettings,
     ) -> None:
-        self._trainer, self._world, self._settings = trainer, world, settings
-        self._logged, self._evaluations, self._accumulating = logged, 0, False
+        self._trainer, self._world, self._settings, self._logged = trainer, world, settings, logged
+        self._evaluations, self._accumulating, self._lengths = 0, False, set[int]()
         self.is_steered = False  # a backward runs that all stages know of
         self._averages: list[AveragedCopy] = []
         self._is_set_up = False
@@ -103,6 +104,7 @@ class Run:
                 warn=rank_zero_warn,
                 trial=self._trial,
                 watch=(watch := Stopwatch(world.groups.device)),
+                lengths=lambda: self._lengths,
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
             self.optimizer_states = OptimizerStates(self.pipeline)
@@ -234,6 +236,7 @@ class Run:
             explained(self._trainer.lightning_module),
         ):
             self._world.generators.share()
+            self._lengths = lengths_of(args[:1])
             result = step(*args, **kwargs)
         return result
 
