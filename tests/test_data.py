@@ -287,6 +287,36 @@ def test_an_error_of_the_reader_reaches_every_stage(at_once: bool) -> None:
     assert "stage 0" in second
 
 
+class Rollouts(IterableDataset[Any]):
+    """Data that a model's own outputs are, as of an agent that plays."""
+
+    def __init__(self, module: Recording) -> None:
+        self.module = module
+
+    def __iter__(self) -> Iterator[Any]:
+        x = torch.ones(2, 6)
+        for _ in range(4):
+            with torch.no_grad():
+                x = self.module.backbone(x) * torch.ones(2, 6)
+            yield x[0], x[0].sum(), {}
+
+
+def train_on_rollouts(step: Any) -> None:
+    module = Recording()
+    loader = DataLoader(Rollouts(module), batch_size=2)
+    stages = torch.distributed.get_world_size()
+    trainer(devices=stages, max_epochs=1, strategy=GPipeStrategy(2, step=step)).fit(module, loader)
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_data_that_the_backbone_computes_are_refused(step: str) -> None:
+    if step == "mini-batch":  # Recording looks at values
+        run_ranks(train_on_rollouts, 1, step)
+    with pytest.raises(RankError) as refused:
+        run_ranks(train_on_rollouts, 2, step, timeout_s=30)
+    assert all("A data loader calls the backbone" in text for text in refused.value.errors.values())
+
+
 def call_on_one_rank(rank: int) -> None:
     module = Recording()
 

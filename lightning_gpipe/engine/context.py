@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.backends import cuda, cudnn
 
-from lightning_gpipe.model.redirect import refuse_checkpointed
+from lightning_gpipe.model.redirect import refuse_checkpointed, refuse_reading
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.default_type import default_dtype
 
@@ -115,6 +115,7 @@ class ForwardContext:
         Raises:
             RuntimeError: If the backbone is called inside ``torch.utils.checkpoint``.
         """
+        refuse_reading()
         refuse_checkpointed()
         return cls(key, run_layer, Rounding.current(device) if runs_again else None)
 

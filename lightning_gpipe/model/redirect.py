@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType, MethodType
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning_gpipe.model.blocks import TAKEN_OVER, Listening
 _saved_tensors_hooks: Callable[[bool], Any] = getattr(  # noqa: B009
     torch._C._autograd, "_top_saved_tensors_default_hooks"
 )
+
+_IS_READING: ContextVar[bool] = ContextVar("is_reading", default=False)
 
 
 class Redirect:
@@ -151,6 +154,31 @@ def not_alone(*args: Any, **kwargs: Any) -> Any:
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
         " the backbone as a whole, or all of its layers in a loop, `for layer in self.backbone`."
     )
+
+
+@contextmanager
+def reading_data() -> Iterator[None]:
+    """Refuse calls of the backbone inside: the other stages wait for the data."""
+    token = _IS_READING.set(True)
+    try:
+        yield
+    finally:
+        _IS_READING.reset(token)
+
+
+def refuse_reading() -> None:
+    """Refuse a call of the backbone by what reads the data.
+
+    Raises:
+        RuntimeError: If the running call is one.
+    """
+    if _IS_READING.get():
+        raise RuntimeError(
+            "A data loader calls the backbone, and data are read on the first stage alone, which"
+            " hasn't all of its layers. Call the model in a hook, such as on_train_epoch_start,"
+            " which runs on every stage, and let the loader read what the hook has stored; or let"
+            " the loader call a copy that isn't the backbone."
+        )
 
 
 def refuse_checkpointed() -> None:

@@ -8,11 +8,12 @@ stages disagree, and a user's mixup on the batch draws the same numbers everywhe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.model.redirect import reading_data
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.reader import world_of_replicas
 
@@ -136,7 +137,8 @@ def _send(
 def _told(shared: SharedGenerators) -> Iterator[None]:
     """Tell the other stages of an exception: they wait for a batch."""
     try:
-        yield
+        with nullcontext() if shared.channel.is_alone else reading_data():
+            yield
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
         shared.channel.broadcast("batch", ("error", told, [], None), source=0)
