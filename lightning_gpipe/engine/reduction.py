@@ -309,7 +309,8 @@ def _reductions(
 
 def _divided(node: Any, samples: int) -> set[float]:
     """How many elements of each sample a sum may be of; nothing: it is none over samples."""
-    shape = shape_of(node) if node is not None else []
+    is_of_classes = node is not None and node.name().startswith("NllLoss")
+    shape = shape_of(node, "target" if is_of_classes else "self") if node is not None else []
     is_sum = getattr(node, "_saved_reduction", None) == _SUM
     is_sum = is_sum or (node is not None and node.name().startswith("SumBackward"))
     if not is_sum or not shape or shape[0] % samples:
