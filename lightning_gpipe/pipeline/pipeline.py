@@ -77,7 +77,7 @@ class Surroundings:
         warn: Warns on rank 0.
         trial: Whether all stages go on when one fails.
         watch: Measures what this rank's stages do.
-        lengths: Returns the lengths of dimension 0 of the tensors in the batch of the running step.
+        lengths: Returns those of dimension 0 of the tensors in the running step's batch.
     """
 
     settings: Settings

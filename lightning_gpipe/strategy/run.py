@@ -80,7 +80,8 @@ class Run:
         logged: LoggedSettings,
     ) -> None:
         self._trainer, self._world, self._settings, self._logged = trainer, world, settings, logged
-        self._evaluations, self._accumulating, self._lengths = 0, False, set[int]()
+        self._evaluations, self._accumulating = 0, False
+        self._given: tuple[Any, ...] = ()  # the batch of the running step
         self.is_steered = False  # a backward runs that all stages know of
         self._averages: list[AveragedCopy] = []
         self._is_set_up = False
@@ -104,7 +105,7 @@ class Run:
                 warn=rank_zero_warn,
                 trial=self._trial,
                 watch=(watch := Stopwatch(world.groups.device)),
-                lengths=lambda: self._lengths,
+                lengths=lambda: lengths_of(self._given),
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
             self.optimizer_states = OptimizerStates(self.pipeline)
@@ -236,8 +237,11 @@ class Run:
             explained(self._trainer.lightning_module),
         ):
             self._world.generators.share()
-            self._lengths = lengths_of(args[:1])
-            result = step(*args, **kwargs)
+            self._given = args[:1]
+            try:
+                result = step(*args, **kwargs)
+            finally:
+                self._given = ()
         return result
 
     @contextmanager
