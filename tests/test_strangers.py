@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -266,6 +267,20 @@ class AsksLayer(AsksBefore):
         return self.backbone[0].weight
 
 
+class Averaged(models.Around):
+    """Averages what stands behind the backbone by hand, from the second mini-batch on."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = copy.deepcopy(self.after)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        for p, q in zip(self.teacher.parameters(), self.after.parameters(), strict=True):
+            p.data = 0.9 * p.data + 0.1 * q.data
+        h = self.backbone(self.before(x))
+        return nn.functional.mse_loss(self.after(h), self.teacher(h.detach()))
+
+
 class Adversarial(models.Around):
     """The remedy: the perturbation is a parameter."""
 
@@ -356,6 +371,7 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
             for kind in (Balanced, BalancedLater)
         ),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
+        (Averaged, 2, "'data =' reads a value of the step that stage [01] has"),
     ],
 )
 def test_refused_in_steps_of_micro_batches(

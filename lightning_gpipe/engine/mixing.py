@@ -1,6 +1,6 @@
 """Finds operations of a loss that compute with several samples together.
 
-It looks at the loss's graph, from the backbone's output on. Whether a dimension is that of the
+It looks at the loss's graph, from where samples come in. Whether a dimension is that of the
 samples is told by its length alone, so what is found may be something else now and then.
 """
 
@@ -33,19 +33,19 @@ _MOVES = (
 )
 
 
-def mixing(samples: int, of_output: Collection[Any], of_scalars: Collection[Any]) -> str:
+def mixing(samples: int, of_samples: Collection[Any], of_scalars: Collection[Any]) -> str:
     """The name of an operation that computes with several samples together; else nothing.
 
     Args:
         samples: How many there are.
-        of_output: The loss's nodes that compute with the backbone's output.
+        of_samples: The loss's nodes that compute with samples.
         of_scalars: Those of which nothing is by sample.
     """
     users = dict[Any, list[Any]]()
-    for node in of_output:
+    for node in of_samples:
         for following, _ in node.next_functions:
             users.setdefault(following, []).append(node)
-    for node in of_output:
+    for node in of_samples:
         if node in of_scalars:
             continue
         found = ""
@@ -54,8 +54,8 @@ def mixing(samples: int, of_output: Collection[Any], of_scalars: Collection[Any]
         elif _compares(node, samples) or _works_along(node, samples):
             found = name_of(node)
         elif _is_mean(node, samples):
-            found = _bent(node, of_output, users)
-        if found and not is_of_one_sample(node, of_output):
+            found = _bent(node, of_samples, users)
+        if found and not is_of_one_sample(node, of_samples):
             return found
     return ""
 
@@ -125,12 +125,12 @@ def _is_mean(node: Any, samples: int) -> bool:
     )
 
 
-def _bent(node: Any, of_output: Collection[Any], users: Mapping[Any, Sequence[Any]]) -> str:
+def _bent(node: Any, of_samples: Collection[Any], users: Mapping[Any, Sequence[Any]]) -> str:
     """The name of an operation that isn't linear in what a node makes; else nothing.
 
     Args:
         node: The node.
-        of_output: The nodes that compute with the backbone's output.
+        of_samples: The nodes that compute with samples.
         users: For each node those that use what it makes.
     """
     left, seen = [*users.get(node, ())], {node}
@@ -139,7 +139,7 @@ def _bent(node: Any, of_output: Collection[Any], users: Mapping[Any, Sequence[An
         if user in seen:
             continue
         seen.add(user)
-        name, theirs = user.name(), [given in of_output for given, _ in user.next_functions]
+        name, theirs = user.name(), [given in of_samples for given, _ in user.next_functions]
         is_product = name.startswith(("Dot", "Mm", "Mul", "Mv")) and sum(theirs) > 1
         is_quotient = name.startswith("Div") and len(theirs) == 2 and theirs[1]
         if is_product or is_quotient or not name.startswith(_LINEAR):
@@ -160,9 +160,9 @@ def _is_along_first(node: Any, dims: int) -> bool:
     return not along or any(d % dims == 0 for d in _signed(along))
 
 
-def is_of_one_sample(node: Any, of_output: Collection[Any]) -> bool:
-    """Whether a node computes with a row of the output, as in a loop over the samples."""
-    nodes = nodes_of([node], lambda n: [given for given in next_of(n) if given in of_output])
+def is_of_one_sample(node: Any, of_samples: Collection[Any]) -> bool:
+    """Whether a node computes with one sample's row, as in a loop over the samples."""
+    nodes = nodes_of([node], lambda n: [given for given in next_of(n) if given in of_samples])
     return any(n.name().startswith(("Select", "Unbind")) and n._saved_dim == 0 for n in nodes)
 
 

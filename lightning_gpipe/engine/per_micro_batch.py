@@ -29,8 +29,8 @@ from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.overwritten import Overwrites
 from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
-from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
+from lightning_gpipe.engine.step_looks import StepLooks
 from lightning_gpipe.engine.step_plans import MakeSchedule, StepPlans
 from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import agree_on_weights, share_weights, tell, tell_ahead
@@ -40,7 +40,6 @@ from lightning_gpipe.model.remote import Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.schedule.actions import Action
-from lightning_gpipe.tensors import hooks
 from lightning_gpipe.tensors.tree import Tree
 
 _NOT_ALWAYS = (
@@ -92,8 +91,7 @@ class PerMicroBatch:
         self._anchor = rank.last if groups.is_last and groups.stages > 1 else groups.stage
         #: The backwards of what stands outside the backbone.
         self.outside = Outside(groups.device, parameters, groups.stages == 1)
-        is_told = not groups.is_last or groups.replica > 0
-        self._reductions = Reductions(self.outside.root, is_told)
+        self._looks = StepLooks(groups, self.outside.root, batch_norm)
         self._batch_norm, self._modules = batch_norm, modules
         self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
@@ -101,7 +99,6 @@ class PerMicroBatch:
         self._plans = StepPlans(rank, schedule, modules)
         self._running: Running | None = None
         self._counts: Counter[str] = Counter()  # of mini-batches
-        self._hooked = 0  # hooks when the backbone's call was through
         self.trace = StepTrace(groups.stage, groups.device, holders, self._seeds)
 
     @property
@@ -122,7 +119,7 @@ class PerMicroBatch:
         kind: str,
         key: tuple[int, ...],
         sizes: Sequence[int],
-        looks: Sequence[str],
+        given: Sequence[Sequence[Tensor]],
         step: Step,
         before_last: BeforeLast | None = None,
         scale: float = 1.0,
@@ -133,7 +130,8 @@ class PerMicroBatch:
             kind: Tells kinds of steps apart, such as training and validation.
             key: Numbers that tell steps apart; the same on every stage.
             sizes: Samples in each micro-batch.
-            looks: What each micro-batch looks like: where it is the same, so are the shapes.
+            given: The tensors in each micro-batch: where their shapes are the same, so are the
+                output's.
             step: Runs the user's step for a micro-batch.
             before_last: Called before the last backward of each stage, of :data:`BEFORE` and of
                 :data:`AFTER`; may return a scalar to run it from as well. None: it doesn't train.
@@ -143,11 +141,11 @@ class PerMicroBatch:
             How much each micro-batch's loss counts. Gradients are still to be multiplied by its
             factor.
         """
-        names = [f"{kind} {look}" for look in looks]
+        names = [f"{kind} {[tuple(t.shape) for t in tensors]}" for tensors in given]
         plan = self._plans.of(names, self._outlines, before_last is not None)
         weighting = Weighting(sizes, scale)
         agree = partial(agree_on_weights, self._groups)
-        running = Running(kind, sizes, names, step, plan, before_last, weighting, agree)
+        running = Running(kind, sizes, given, names, step, plan, before_last, weighting, agree)
         self._running, self._seeds.step = running, key
         self.outside.forwards.clear()
         self._counts[kind] += 1
@@ -160,7 +158,7 @@ class PerMicroBatch:
         finally:
             self._running = None
         share_weights(running, self._groups)
-        self._reductions.warn(running)
+        self._looks.finish(running)
         tell(running, self.trace, self._groups)
         return weighting
 
@@ -223,6 +221,7 @@ class PerMicroBatch:
         if m in running.outcomes:
             return
         running.m, running.has_called, watch = m, False, self._rank.executor.watch
+        self._looks.begin()
         self.trace.begin(m)
         watch.begin_outside()
         with self._batch_norm.micro_batch(recompute=False), self.trace:
@@ -238,9 +237,7 @@ class PerMicroBatch:
         if running.before_last is None or not running.has_called:
             return
         if self._groups.is_last:
-            may_repeat = hooks.count() == self._hooked and not self._batch_norm.trains
-            if len(running.sizes) > 1:
-                self._reductions.look(m, running.sizes[m], outcome, may_repeat)
+            self._looks.at_loss(running, outcome)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))
 
@@ -263,7 +260,7 @@ class PerMicroBatch:
         watch.begin_outside()
         self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
         self._seeds.behind_backbone(running.m)
-        self._hooked = hooks.count()
+        self._looks.begin()
         return output
 
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:
@@ -279,6 +276,7 @@ class PerMicroBatch:
             running.source.give(m, given)
         name = running.names[m]
         is_looked_at = m == 0 and is_due(self._counts[running.kind])
+        self._looks.at_input(running, given.tensors(), is_looked_at)
         kept = KeptTensors(self._modules) if is_looked_at else None
         with self.outside.forwards:
             for stage in self._rank.stages if m in running.plan.chained else [self._anchor]:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.coupling import couples_samples
 from lightning_gpipe.engine.given import class_weights, divisors_of, is_normalised
-from lightning_gpipe.engine.loss_graph import look_of, made_of
+from lightning_gpipe.engine.loss_graph import Samples, look_of, made_of
 from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
 from lightning_gpipe.tensors.graph import next_of, nodes_of
@@ -83,12 +84,12 @@ class Reductions:
     _is_new: bool = False  # whether that is
     _graphs: set[int] = field(default_factory=set)  # that were looked at
 
-    def look(self, m: int, samples: int, outcome: Outcome, may_repeat: bool) -> None:
+    def look(self, m: int, running: Running, outcome: Outcome, may_repeat: bool) -> None:
         """Look at a micro-batch's loss, before its backward.
 
         Args:
             m: The micro-batch.
-            samples: How many it has.
+            running: Its mini-batch.
             outcome: What the step returned for it.
             may_repeat: Whether a backward may run more than once, and samples don't depend on each
                 other by design.
@@ -99,19 +100,25 @@ class Reductions:
         if not self._is_looked_at(m, loss.grad_fn):
             return
         self._seen[m] = seen = _Seen()
-        of_output = made_of(self.root, loss.grad_fn)
-        late = _of_scalars(of_output)
-        for node, of_samples in _reductions(loss.grad_fn, samples, seen, late):
-            if of_samples and node in of_output:
+        samples = running.sizes[m]
+        data = Samples.of(samples, running.data)
+        of_samples = made_of(partial(self._brings, data), loss.grad_fn)
+        late = _of_scalars(of_samples)
+        for node, sums in _reductions(loss.grad_fn, samples, seen, late):
+            if sums and node in of_samples:
                 self._has_sum = True
-        seen.weights = [w for node in of_output if (w := class_weights(node)) is not None]
-        seen.divisors += divisors_of(of_output)
-        seen.is_normalised = any(is_normalised(node, samples) for node in of_output)
+        seen.weights = [w for node in of_samples if (w := class_weights(node)) is not None]
+        seen.divisors += divisors_of(of_samples)
+        seen.is_normalised = any(is_normalised(node, samples) for node in of_samples)
         if samples > 1 and not self._curve:
-            self._curve = _curved(loss.grad_fn, samples, of_output, late)
+            self._curve = _curved(loss.grad_fn, samples, of_samples, late)
         # in all micro-batches, since a random order may be the same; it takes time and memory
         if self._is_new and may_repeat and not (self._curve or self._is_coupled):
-            self._is_coupled = couples_samples(loss, samples, of_output)
+            self._is_coupled = couples_samples(loss, samples, of_samples)
+
+    def _brings(self, data: Samples, node: Any) -> bool:
+        """Whether a node of a loss's graph brings samples in: as the backbone's output, or data."""
+        return getattr(node, "variable", None) is self.root or data.come_in(node)
 
     def _is_looked_at(self, m: int, node: Any) -> bool:
         """Whether the losses of this mini-batch are looked at, of which one is at hand."""
@@ -189,19 +196,19 @@ def _are_shares(seen: Sequence[_Seen], sizes: Sequence[int]) -> bool:
     return all(sum(sizes) in each.shares and size not in each.shares for each, size in pairs)
 
 
-def _of_scalars(of_output: Collection[Any]) -> set[Any]:
+def _of_scalars(of_samples: Collection[Any]) -> set[Any]:
     """The nodes that compute with scalars alone, as with several losses that were stacked.
 
     Args:
-        of_output: Nodes of a graph.
+        of_samples: Nodes of a graph.
     """
     users, open_ = dict[Any, list[Any]](), dict[Any, int]()
-    for node in of_output:
-        given = {following for following, _ in node.next_functions if following in of_output}
+    for node in of_samples:
+        given = {following for following, _ in node.next_functions if following in of_samples}
         open_[node] = len(given) or -1
         for following in given:
             users.setdefault(following, []).append(node)
-    known = {n for n in of_output if not hasattr(n, "variable") and _has_no_dimension(n)}
+    known = {n for n in of_samples if not hasattr(n, "variable") and _has_no_dimension(n)}
     late, left = set[Any](), list(known)
     while left:
         for user in users.get(left.pop(), ()):
@@ -213,29 +220,29 @@ def _of_scalars(of_output: Collection[Any]) -> set[Any]:
     return late
 
 
-def _curved(node: Any, samples: int, of_output: Collection[Any], late: Collection[Any]) -> str:
+def _curved(node: Any, samples: int, of_samples: Collection[Any], late: Collection[Any]) -> str:
     """The name of an operation that isn't linear in what was reduced over samples, or pairs them.
 
     Args:
         node: The loss's.
         samples: How many there are.
-        of_output: The nodes that compute with the backbone's output.
+        of_samples: The nodes that compute with samples.
         late: Those that compute with scalars alone.
     """
-    mixed = mixing(samples, of_output, late)
+    mixed = mixing(samples, of_samples, late)
     if mixed:
         return mixed
-    for scalar in _scalars(node, of_output, late, (*_THROUGH, "Div", *_TOGETHER)):
+    for scalar in _scalars(node, of_samples, late, (*_THROUGH, "Div", *_TOGETHER)):
         name = scalar.name().partition("Backward")[0]
-        theirs = [following in of_output for following, _ in scalar.next_functions]
+        theirs = [following in of_samples for following, _ in scalar.next_functions]
         is_quotient = name == "Div" and len(theirs) == 2 and theirs[1]
         pairs = ("Dot", "Mul", "Mv") if scalar in late else ("Mul",)  # others sum samples up
         is_product = name in pairs and sum(theirs) == 2
         if is_quotient or is_product or (name in _CURVED and any(theirs)):
             reductions = [
                 node
-                for node in _scalars(scalar, of_output, late, ("",))
-                if sums_samples(node, samples) and not is_of_one_sample(node, of_output)
+                for node in _scalars(scalar, of_samples, late, ("",))
+                if sums_samples(node, samples) and not is_of_one_sample(node, of_samples)
             ]
             if reductions:
                 return str(name.lower())

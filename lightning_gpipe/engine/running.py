@@ -40,6 +40,7 @@ class Running:
     Args:
         kind: The kind of step, such as training.
         sizes: Samples in each micro-batch.
+        given: The tensors in each micro-batch.
         names: Tell which shapes come out of the backbone.
         step: The user's step.
         plan: What this rank does.
@@ -50,12 +51,14 @@ class Running:
         batch: What the executor knows of it, from the first forward on.
         m: The micro-batch whose step runs.
         has_called: Whether that step has called the backbone.
+        data: What that step was given, as far as it may be looked for in graphs.
         outcomes: What the steps gave.
         has_told: Whether this rank's values of it were told to the others.
     """
 
     kind: str
     sizes: Sequence[int]
+    given: Sequence[Sequence[Tensor]]
     names: Sequence[str]
     step: Step
     plan: Plan
@@ -67,6 +70,7 @@ class Running:
     batch: MiniBatch | None = None
     m: int = 0
     has_called: bool = False
+    data: Sequence[Tensor] = ()
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     has_told: bool = False
     has_agreed: bool = False

@@ -201,8 +201,9 @@ def read_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def name_of(func: Any) -> str:
-    """The name of a function."""
-    return str(getattr(func, "__name__", func))
+    """The name of a function, or of the attribute that it sets."""
+    name = str(getattr(func, "__name__", func))
+    return f"{func.__self__.__name__} =" if name == "__set__" else name
 
 
 def destination(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -283,12 +284,19 @@ _ADVICE = {
 }
 
 
-def refusal(what: str, tensor: Tensor) -> str:
-    """What to tell who reads a value that another stage has."""
+def refusal(what: str, tensor: Tensor, where: Where | None = None) -> str:
+    """What to tell who reads a value that another stage has.
+
+    Args:
+        what: What reads it.
+        tensor: The value.
+        where: The stages that have all that is read; None: those that have the value.
+    """
     origin = origin_of(tensor)
-    stages = sorted(origin.where) if origin is not None else []
+    if where is None:
+        where = origin.where if origin is not None else frozenset()
     return (
-        f"'{what}' reads a value of the step that stage {stages[0] if stages else '?'} has: with"
+        f"'{what}' reads a value of the step that stage {min(where, default='?')} has: with"
         " step='micro-batch' every stage has the values of its own part of the step alone. Do it"
         " after the step, in on_train_batch_end or another hook, where they are told, or use"
         f" GPipeStrategy(step='mini-batch').{_ADVICE.get(what, '')}"

@@ -309,16 +309,16 @@ class StepTrace(TorchFunctionMode):
         except NotHere:
             raise
         except Exception as error:
-            raise NotHere(refusal(name, inputs[0])) from error
+            raise NotHere(refusal(name, inputs[0], where)) from error
         if (out := kwargs.get("out")) is not None:
             if [t.shape for t in tensors_in(out)] != [leaf.shape for leaf in leaves]:
-                raise NotHere(refusal(name, inputs[0]))
+                raise NotHere(refusal(name, inputs[0], where))
             return out
         if writes(name):
             # noted by the caller: its value is another one from now on
             return args[0] if args else next(iter(kwargs.values()))
         if not _are_on_meta(leaves):
-            raise NotHere(refusal(name, inputs[0]))
+            raise NotHere(refusal(name, inputs[0], where))
         origin = Origin(Number(self.micro_batch, self._calls, 0), where)
         remote = partial(RemoteTensor.like, device=to, origin=origin, requires_grad=keeps)
         return tree_unflatten([leaf if leaf is None else remote(leaf) for leaf in leaves], spec)

@@ -163,12 +163,12 @@ class PipelinedModule:
         kind: str,
         key: tuple[int, ...],
         sizes: Sequence[int],
-        looks: Sequence[str],
+        given: Sequence[Sequence[Tensor]],
         step: Step,
     ) -> Weighting:
         """Run a mini-batch's steps without backwards: see :meth:`PerMicroBatch.run`. Collective."""
         pipeline, steps = self._stepping()
-        weighting = steps.run(kind, key, sizes, looks, step)
+        weighting = steps.run(kind, key, sizes, given, step)
         pipeline.shared_state.check()
         if not pipeline.surroundings.is_fitting:
             self._state = settle(pipeline, steps)
@@ -178,7 +178,7 @@ class PipelinedModule:
         self,
         key: tuple[int, ...],
         sizes: Sequence[int],
-        looks: Sequence[str],
+        given: Sequence[Sequence[Tensor]],
         step: Step,
         scale: float,
         synchronize: bool,
@@ -190,7 +190,7 @@ class PipelinedModule:
         pipeline, steps = self._stepping()
         with pipeline.stepping(synchronize) as (before_last, need_sums):
             before = WeightedGradients(pipeline.module, steps.outside.aside, self._is_weighted)
-            weighting = steps.run("training", key, sizes, looks, step, before_last, scale)
+            weighting = steps.run("training", key, sizes, given, step, before_last, scale)
             pipeline.shared_state.check()
             before.finish(weighting)
             self._is_weighted = self._is_weighted or weighting.is_given

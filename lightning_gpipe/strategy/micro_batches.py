@@ -59,9 +59,9 @@ class _MiniBatch:
     def __post_init__(self) -> None:
         self.log = StepLog(self.metrics.values)
 
-    def looks(self) -> list[str]:
-        """What each micro-batch looks like: the shapes of its tensors."""
-        return [str([tuple(t.shape) for t in tensors_of(part)]) for part in self.parts]
+    def given(self) -> list[list[Tensor]]:
+        """The tensors in each micro-batch."""
+        return list(map(tensors_of, self.parts))
 
     def run(self, m: int) -> Outcome:
         """Run the step of a micro-batch."""
@@ -132,7 +132,7 @@ class MicroBatchSteps:
         self._log = steps.log
         try:
             weighting = self._pipeline.train_steps(
-                (0, number), sizes, steps.looks(), steps.run, scale, synchronize
+                (0, number), sizes, steps.given(), steps.run, scale, synchronize
             )
         finally:
             self._log = None
@@ -155,7 +155,7 @@ class MicroBatchSteps:
         self._log = steps.log
         try:
             weighting = self._pipeline.run_steps(
-                kind, (1, self._evaluations), sizes, steps.looks(), steps.run
+                kind, (1, self._evaluations), sizes, steps.given(), steps.run
             )
         finally:
             self._log = None
