@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -252,11 +253,15 @@ def _serve(pipe: Connection, rank: int, world_size: int, stacks: str) -> None:
 
 def _run_functions(pipe: Connection, rank: int, world_size: int, stacks: TextIO) -> None:
     world: _World | None = None
+    modules = len(sys.modules)
     while True:
         try:
             function, args, new = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)  # peers that are stuck must not keep this rank alive
+        if len(sys.modules) > modules:
+            modules = len(sys.modules)
+            gc.freeze()  # as in ranks_preload
         faulthandler.register(signal.SIGUSR2, stacks)  # a Trainer puts all signals back
         try:
             if new != world:

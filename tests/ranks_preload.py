@@ -10,6 +10,7 @@ import lightning  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
 import lightning_gpipe  # noqa: E402, F401
+import tests.step_models  # noqa: E402, F401
 
 if "STRICT_MODE" in os.environ:  # python -m tests.strict --all
     from tests.strict.backend import take_over

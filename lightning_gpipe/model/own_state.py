@@ -126,8 +126,9 @@ class _OwnState:
         of_modules = (vars(part).items() for part in module.modules() if self._is_own(part))
         left = [v for items in of_modules for k, v in items if k not in _OF_MODULES]
         found: list[Any] = []
-        for name, source in list(sys.modules.items()):
-            if package(name) in self._own and isinstance(source, ModuleType):
+        for name in _modules_of(frozenset(self._own), len(sys.modules)):
+            source = sys.modules.get(name)
+            if isinstance(source, ModuleType):
                 found.append(source)
                 left += _names(source).values()
         seen: set[int] = set()
@@ -175,6 +176,12 @@ def _names(holder: Any) -> dict[str, Any]:
 def _caches() -> list[Any]:
     """The caches of all functions that live."""
     return [cache for known in _known_caches(len(sys.modules)) if (cache := known()) is not None]
+
+
+@functools.lru_cache(maxsize=4)
+def _modules_of(packages: frozenset[str], modules: int) -> list[str]:
+    """Looks for the modules of packages once for each number of imported modules."""
+    return [name for name in list(sys.modules) if package(name) in packages]
 
 
 @functools.lru_cache(maxsize=1)
