@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_gpipe.engine.coupling import mixes_samples
-from lightning_gpipe.engine.loss_graph import Samples, look_of, made_of
+from lightning_gpipe.engine.step_graph import Samples, look_of, made_of
 
 _GRAPHS = 64  # that are looked at
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.coupling import couples_samples
 from lightning_gpipe.engine.given import class_weights, divisors_of, is_normalised
-from lightning_gpipe.engine.loss_graph import Samples, look_of, made_of
 from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
+from lightning_gpipe.engine.step_graph import Samples, look_of, made_of
 from lightning_gpipe.tensors.graph import next_of, nodes_of
 
 _SUM = 2  # as losses note their reductions
@@ -84,11 +84,10 @@ class Reductions:
     _is_new: bool = False  # whether that is
     _graphs: set[int] = field(default_factory=set)  # that were looked at
 
-    def look(self, m: int, running: Running, outcome: Outcome, may_repeat: bool) -> None:
+    def look(self, running: Running, outcome: Outcome, may_repeat: bool) -> None:
         """Look at a micro-batch's loss, before its backward.
 
         Args:
-            m: The micro-batch.
             running: Its mini-batch.
             outcome: What the step returned for it.
             may_repeat: Whether a backward may run more than once, and samples don't depend on each
@@ -97,6 +96,7 @@ class Reductions:
         loss = outcome.loss
         if self.is_told or loss is None or loss.grad_fn is None:
             return
+        m = running.m
         if not self._is_looked_at(m, loss.grad_fn):
             return
         self._seen[m] = seen = _Seen()

@@ -52,7 +52,7 @@ class StepLooks:
     def at_loss(self, running: Running, outcome: Outcome) -> None:
         """Look at a loss, before its backward."""
         if len(running.sizes) > 1:
-            self._reductions.look(running.m, running, outcome, self._may_repeat())
+            self._reductions.look(running, outcome, self._may_repeat())
 
     def finish(self, running: Running) -> None:
         """End a mini-batch: warn of its losses."""

@@ -1,4 +1,4 @@
-"""The graph of a loss."""
+"""The graphs of a step: of its loss, and of what it gives the backbone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Samples:
 
     Args:
         count: How many samples there are.
-        apart: How many elements lie between two of them, by the memory that they lie in.
+        apart: How many elements lie between two of them, by the storage that they lie in.
     """
 
     count: int
@@ -32,8 +32,7 @@ class Samples:
         apart = dict[int, set[int]]()
         for tensor in plain:
             if tensor.ndim and len(tensor) == count:
-                memory = tensor.untyped_storage().data_ptr()
-                apart.setdefault(memory, set()).add(tensor.stride(0))
+                apart.setdefault(tensor.untyped_storage()._cdata, set()).add(tensor.stride(0))
         return cls(count, apart)
 
     def come_in(self, node: Any) -> bool:
@@ -59,7 +58,7 @@ class Samples:
         if kept.layout != torch.strided or kept.is_nested:
             return False
         apart = kept.stride(0) * (len(kept) // self.count)
-        return apart in self.apart.get(kept.untyped_storage().data_ptr(), ())
+        return apart in self.apart.get(kept.untyped_storage()._cdata, ())
 
     def _are_rows(self, made: Any) -> bool:
         try:
