@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -209,6 +210,58 @@ def test_means_over_micro_batches_of_a_metric_are_told_of(what: str) -> None:
     kind = type("Mixes", (MixesIn,), {"what": what})
     with pytest.warns(UserWarning, match=r"What self.log\('value', ...\) logs is the mean over"):
         told(kind, 1)
+
+
+class Validates(Classifier):
+    """Logs what is made of all samples at once."""
+
+    what = "psnr"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.mse_loss(self.backbone(batch[0]), batch[0])
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, _ = batch
+        scores = self.backbone(inputs)
+        error = functional.mse_loss(scores, inputs)
+        values = {
+            "psnr": lambda: 20 * torch.log10(inputs.max() / error.sqrt()),
+            "largest": lambda: (scores - inputs).abs().max(),
+            "deviation": lambda: scores.std() + error,
+            "norm": lambda: torch.linalg.vector_norm(scores),
+            "median": lambda: (scores - inputs).square().sum(1).median(),
+            "by rows": lambda: torch.stack([(row.max() - row.min()) for row in scores]).mean(),
+            "by samples": lambda: scores.amax(1).mean(),
+            "of weights": lambda: torch.ones(4, CLASSES).norm(),
+        }
+        if self.what == "largest of all":
+            self.log("value", values["largest"](), reduce_fx="max")
+        else:
+            self.log("value", values[self.what]())
+        return scores
+
+
+def texts_of(what: str) -> list[str]:
+    """What a run warns of that logs it."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        told(type("Validates", (Validates,), {"what": what}), 1)
+    texts = [str(each.message) for each in found]
+    return [text for text in texts if "is the mean over micro-batches" in text]
+
+
+@pytest.mark.parametrize("what", ["psnr", "largest", "deviation", "norm", "median"])
+def test_what_is_no_mean_is_told_of_once(what: str) -> None:
+    (text,) = texts_of(what)
+    assert "What self.log('value', ...) logs is the mean over micro-batches of what '" in text
+    assert "makes of all samples of each" in text
+
+
+@pytest.mark.parametrize("what", ["by rows", "by samples", "of weights", "largest of all"])
+def test_nothing_is_told_of_what_may_be_a_mean(what: str) -> None:
+    assert texts_of(what) == []
 
 
 class Extremes(Classifier):

@@ -66,6 +66,7 @@ class _MiniBatch:
     def run(self, m: int) -> Outcome:
         """Run the step of a micro-batch."""
         self.log.begin(m)
+        self.metrics.values.samples = self.sizes[m]
         self.metrics.follow()
         result = self.step(self.parts[m], *self.rest)
         if self.trains:
@@ -206,7 +207,9 @@ class MicroBatchSteps:
         values, sizes, what = self.metrics.values, steps.sizes, "What the step returned"
 
         def known(results: Sequence[Tensor], name: str) -> Tensor | None:
-            return values.of_mini_batch(list(map(values.recipe_of, results)), weights, name)
+            return values.of_mini_batch(
+                list(map(values.recipe_of, results)), weights, name, results
+            )
 
         with torch.no_grad():
             steps.log.replay(self._trainer.lightning_module.log, weights, sizes)

@@ -76,9 +76,24 @@ class Mixed:
     is_of_metrics = True
 
 
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A scalar that is made of all samples of a micro-batch, and isn't their mean.
+
+    Args:
+        function: What has made it.
+    """
+
+    function: str
+    is_of_metrics = False
+
+
 #: How a value comes about.
-Recipe: TypeAlias = Mean | Given | Computed | Mixed
+Recipe: TypeAlias = Mean | Given | Computed | Mixed | Other
 _MIXED = Mixed()
+#: Functions of all elements that give something else for a mini-batch than the mean of its parts'.
+_OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
+_OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
 
 
 class StepValues:
@@ -86,6 +101,9 @@ class StepValues:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
+        self._compared: set[str] = set()  # what is other than a mean, or may be
+        #: Of the micro-batch whose step runs.
+        self.samples = 0
         #: What the calls of metrics give for the mini-batch.
         self.of_calls: dict[Call, Sequence[Tensor]] = {}
 
@@ -124,14 +142,20 @@ class StepValues:
             return
         means = [t for t in tensors if recipes.get(id(t)) is None and _is_mean(t)]
         if not known and not means:  # as of most functions
-            if isinstance(result, Tensor) and _is_mean_everywhere(func, tensors, args, result):
-                self._known[id(result)] = weakref.ref(result), Mean(result.detach().clone())
+            if isinstance(result, Tensor):
+                if _is_mean_everywhere(func, tensors, args, result):
+                    self._known[id(result)] = weakref.ref(result), Mean(result.detach().clone())
+                elif name_of(func) in _OTHERS and not result.ndim and self._are_rows(tensors[0]):
+                    self._known[id(result)] = weakref.ref(result), Other(name_of(func))
             return
         made = tensors_in(result)
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
+        other = next((recipe for recipe in known if isinstance(recipe, Other)), None)
         if known and not is_free:  # what is changed may be seen through other tensors
             self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
-        if is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
+        if other is not None and not is_of_metrics:
+            self._known.update((id(t), (weakref.ref(t), other)) for t in made if not t.ndim)
+        elif is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
             recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
             args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), args)
             for i, tensor in enumerate(made):
@@ -140,13 +164,21 @@ class StepValues:
         elif is_of_metrics:
             self._known.update((id(tensor), (weakref.ref(tensor), _MIXED)) for tensor in made)
 
+    def _are_rows(self, tensor: Tensor) -> bool:
+        """Whether it has rows of each sample."""
+        return self.samples > 1 and tensor.ndim > 0 and len(tensor) % self.samples == 0
+
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
         tensor, recipe = self._known.get(id(value), (None, None))
         return recipe if tensor is not None and tensor() is value else None
 
     def of_mini_batch(
-        self, recipes: Sequence[Recipe | None], weights: Sequence[float], what: str
+        self,
+        recipes: Sequence[Recipe | None],
+        weights: Sequence[float],
+        what: str,
+        values: Sequence[Any],
     ) -> Tensor | None:
         """A value for the mini-batch, once its means are told and its metrics are through.
 
@@ -154,6 +186,7 @@ class StepValues:
             recipes: How it comes about in each micro-batch.
             weights: How much each of them counts in means.
             what: What it is, for the warning.
+            values: The value in each micro-batch.
 
         Returns:
             The value; None if it isn't known.
@@ -171,11 +204,23 @@ class StepValues:
                 " or return what the metric gives by itself, or use"
                 " GPipeStrategy(step='mini-batch')."
             )
+        others = [recipe for recipe in recipes if isinstance(recipe, Other)]
+        if len(others) < len(recipes) or what in self._compared:
+            return None
+        self._compared.add(what)
+        if any(bool(value != values[0]) for value in values):  # else of weights, for instance
+            rank_zero_warn(
+                f"{what} is the mean over micro-batches of what '{others[0].function}' makes of all"
+                " samples of each, which isn't the mini-batch's. Log it with reduce_fx='max' or"
+                " 'min' if it is the largest or the smallest, give the scores to a metric of"
+                " torchmetrics, or use GPipeStrategy(step='mini-batch')."
+            )
         return None
 
     def _made(self, recipes: Sequence[Any], weights: Sequence[float]) -> Any:
         last = recipes[-1]
-        if any(type(recipe) is not type(last) for recipe in recipes) or last is _MIXED:
+        kinds = set(map(type, recipes))
+        if len(kinds) > 1 or not kinds.isdisjoint((Mixed, Other)):
             raise LookupError
         if isinstance(last, Mean):
             return weighted_mean([recipe.value for recipe in recipes], weights)
