@@ -84,11 +84,14 @@ class Reductions:
     _is_new: bool = False  # whether that is
     _graphs: set[int] = field(default_factory=set)  # that were looked at
 
-    def look(self, running: Running, outcome: Outcome, may_repeat: bool) -> None:
+    def look(
+        self, running: Running, data: Sequence[Tensor], outcome: Outcome, may_repeat: bool
+    ) -> None:
         """Look at a micro-batch's loss, before its backward.
 
         Args:
             running: Its mini-batch.
+            data: What the step was given.
             outcome: What the step returned for it.
             may_repeat: Whether a backward may run more than once, and samples don't depend on each
                 other by design.
@@ -101,8 +104,8 @@ class Reductions:
             return
         self._seen[m] = seen = _Seen()
         samples = running.sizes[m]
-        data = Samples.of(samples, running.data)
-        of_samples = made_of(partial(self._brings, data), loss.grad_fn)
+        brings = partial(self._brings, Samples.of(samples, data))
+        of_samples = made_of(brings, loss.grad_fn)
         late = _of_scalars(of_samples)
         for node, sums in _reductions(loss.grad_fn, samples, seen, late):
             if sums and node in of_samples:

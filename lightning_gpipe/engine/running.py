@@ -51,7 +51,6 @@ class Running:
         batch: What the executor knows of it, from the first forward on.
         m: The micro-batch whose step runs.
         has_called: Whether that step has called the backbone.
-        data: What that step was given, as far as it may be looked for in graphs.
         outcomes: What the steps gave.
         has_told: Whether this rank's values of it were told to the others.
     """
@@ -70,7 +69,6 @@ class Running:
     batch: MiniBatch | None = None
     m: int = 0
     has_called: bool = False
-    data: Sequence[Tensor] = ()
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     has_told: bool = False
     has_agreed: bool = False

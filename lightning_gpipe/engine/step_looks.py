@@ -30,6 +30,7 @@ class StepLooks:
         self._batch_norm = batch_norm
         self._mixed_input = MixedInput(not groups.is_first or groups.replica > 0)
         self._reductions = Reductions(root, not groups.is_last or groups.replica > 0)
+        self._data: Sequence[Tensor] = ()  # what the step was given, if that may be looked for
         self._hooked = 0  # hooks when the step began, or the backbone's call was through
 
     def begin(self) -> None:
@@ -45,17 +46,18 @@ class StepLooks:
             is_due: Whether it is time for a look.
         """
         m = running.m
-        running.data = running.given[m] if self._may_repeat() else ()
+        self._data = running.given[m] if self._may_repeat() else ()
         if is_due and running.before_last is not None and len(running.sizes) > 1:
-            self._mixed_input.look(running.sizes[m], running.data, given)
+            self._mixed_input.look(running.sizes[m], self._data, given)
 
     def at_loss(self, running: Running, outcome: Outcome) -> None:
         """Look at a loss, before its backward."""
         if len(running.sizes) > 1:
-            self._reductions.look(running, outcome, self._may_repeat())
+            self._reductions.look(running, self._data, outcome, self._may_repeat())
 
     def finish(self, running: Running) -> None:
-        """End a mini-batch: warn of its losses."""
+        """End a mini-batch: warn of its losses, and let go of its data."""
+        self._data = ()
         self._reductions.warn(running)
 
     def _may_repeat(self) -> bool:
