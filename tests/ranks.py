@@ -39,6 +39,7 @@ _TIMEOUT = timedelta(seconds=60)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
 _pools: dict[int, Pool] = {}
+_kept: list[socket.socket] = []
 
 
 class RankError(AssertionError):
@@ -226,9 +227,12 @@ def start_ranks(
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])
+    """A port for those who want to listen there: until then a socket keeps others from it."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((HOST, 0))
+    _kept.append(kept)
+    return int(kept.getsockname()[1])
 
 
 def _alone(

@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy import rendezvous
 from tests import scripts
 from tests.models import Around
+from tests.ranks import free_port
 from tests.scripts import Script
 from tests.training import train, trainer
 
@@ -28,11 +32,6 @@ CLUSTER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 def environment(**more: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(CLUSTER)}
     return {**clean, **more}
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def run(commands: list[tuple[list[str], dict[str, str]]], start: Any) -> None:
@@ -61,7 +60,7 @@ def script(start_method: str, nodes: int, out: Path) -> list[str]:
 
 
 def commands(launcher: str, out: Path) -> list[tuple[list[str], dict[str, str]]]:
-    port = free_port()
+    port = str(free_port())
     if launcher in ("popen", "spawn", "fork"):
         return [([sys.executable, *script(launcher, 1, out)], {})]
     if launcher == "torchrun":
@@ -151,29 +150,48 @@ from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from tests.models import Around
 from tests.training import trainer
 
-strategy, again = (GPipeStrategy(3, start_method="fork") for _ in range(2))
-if sys.argv[1] == "one stage":
-    trainer(devices=1, strategy=strategy, max_epochs=1).fit(Around())
-else:
-    data = next(iter(Around().train_dataloader()))
-    assert strategy.plan(Around(), data, devices=2, memory="1GB", device="cpu").best
-monitor = PipelineMonitor()
-run = trainer(devices=2, strategy=again, max_epochs=1, callbacks=[monitor])
-run.fit(Around())
-assert len(monitor.figures.stages) == 2
-print("trained on", run.strategy.stages)
+if __name__ == "__main__":
+    strategy, again = (GPipeStrategy(3, start_method=sys.argv[2]) for _ in range(2))
+    if sys.argv[1] == "one stage":
+        trainer(devices=1, strategy=strategy, max_epochs=1).fit(Around())
+    else:
+        data = next(iter(Around().train_dataloader()))
+        assert strategy.plan(Around(), data, devices=2, memory="1GB", device="cpu").best
+    monitor = PipelineMonitor()
+    run = trainer(devices=2, strategy=again, max_epochs=1, callbacks=[monitor])
+    run.fit(Around())
+    assert len(monitor.figures.stages) == 2
+    print("trained on", run.strategy.stages)
 """
 
 
-@pytest.mark.parametrize("first", ["one stage", "a plan"])
-def test_processes_can_be_forked_after_what_a_notebook_did(first: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "start_method"), [("one stage", "fork"), ("a plan", "fork"), ("one stage", "spawn")]
+)
+def test_processes_can_be_started_after_what_a_notebook_did(
+    first: str, start_method: str, tmp_path: Path
+) -> None:
     (tmp_path / "notebook.py").write_text(FIRST)
-    command = [sys.executable, str(tmp_path / "notebook.py"), first]
+    command = [sys.executable, str(tmp_path / "notebook.py"), first, start_method]
     code, screen = scripts.run(
         command, 120, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
     )
     assert code == 0, screen
     assert screen.rstrip().endswith("trained on 2"), screen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere two sockets can't share a port")
+def test_nobody_takes_the_port_while_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    environment = LightningEnvironment()
+    rendezvous.keep_port(environment)
+    with socket.socket() as another, pytest.raises(OSError, match="in use"):
+        another.bind(("", environment.main_port))
+    store = dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
+    with pytest.raises(dist.DistNetworkError) as taken:
+        dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
+    error = rendezvous.explain_connections(taken.value, environment, nodes=1)
+    assert f"has taken port {store.port}" in str(error)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked for in /proc")

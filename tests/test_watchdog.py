@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm.messages import RemoteError
@@ -251,7 +252,8 @@ def test_gloo_takes_the_interface_that_nccl_is_told(
     assert rendezvous.gloo_interface() == gloo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wlan0")
     assert rendezvous.gloo_interface() is None, "the user's choice stays"
-    text = str(rendezvous.explain_connections(RuntimeError("connect failed")))
+    error = RuntimeError("connect failed")
+    text = str(rendezvous.explain_connections(error, LightningEnvironment(), nodes=2))
     assert "Set GLOO_SOCKET_IFNAME" in text
 
 

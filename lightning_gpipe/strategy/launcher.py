@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.strategy import _lightning, advice, returning
 from lightning_gpipe.strategy.children import STARTED_BY, PatientlySeen, children
-from lightning_gpipe.strategy.rendezvous import leave_before_fork
+from lightning_gpipe.strategy.rendezvous import keep_port, leave_before_fork
 
 
 class ScriptLauncher(_lightning.ScriptLauncher):
@@ -64,6 +64,7 @@ class ScriptLauncher(_lightning.ScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         os.environ[STARTED_BY] = str(os.getpid())
+        keep_port(self.cluster_environment)
         try:
             super()._call_children_scripts()
         finally:
@@ -95,6 +96,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             advice.refuse_tuner(trainer, self._start_method)
             if trainer.state.fn == TrainerFn.PREDICTING:
                 advice.warn_of_no_predictions(function, args, self._start_method)
+        keep_port(self._strategy.cluster_environment)
         if self._start_method == "fork":
             advice.refuse_fork_of_autograd()
             leave_before_fork()

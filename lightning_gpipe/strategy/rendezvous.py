@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,29 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LEAVE_S = 3.0
 #: Where the processes met before an error.
 _met: list[Any] = []
+#: Those that keep the ports where this process's children meet.
+_kept: list[socket.socket] = []
+
+
+def keep_port(environment: Any) -> None:
+    """Keep the port where the processes will meet from other programs, while they start.
+
+    Lightning finds a free one, which anyone may have taken when the first process listens there.
+    The socket that keeps it never listens: beside such a one, others that ask may, on Linux.
+
+    Args:
+        environment: Lightning's cluster environment.
+    """
+    if dist.is_initialized():
+        os.environ.pop("MASTER_PORT", None)  # where this process's own group has met
+    port = environment.main_port
+    if sys.platform != "linux" or environment.node_rank() != 0:
+        return
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with suppress(OSError):  # it is taken, as who listens there will say
+        kept.bind(("", port))
+    _kept.append(kept)
 
 
 def join_world(environment: Any, backend: str, timeout: timedelta, device: torch.device) -> None:
@@ -69,8 +94,7 @@ def leave_before_fork() -> None:
     """Destroy the default process group of this one process, which forks can't use.
 
     What else is left of groups goes, too: a fork that collects them waits for threads that it
-    hasn't got. And forks meet at another port: at this one all of them would find the store of this
-    process, with what those of an earlier run have left there.
+    hasn't got.
 
     Raises:
         RuntimeError: If other processes are in it.
@@ -84,7 +108,6 @@ def leave_before_fork() -> None:
         )
     if dist.is_initialized():
         dist.destroy_process_group()
-        os.environ.pop("MASTER_PORT", None)
     gc.collect()
 
 
@@ -106,8 +129,22 @@ def gloo_interface() -> str | None:
     return None
 
 
-def explain_connections(error: RuntimeError) -> RuntimeError:
-    """What to do where processes of several nodes can't connect."""
+def explain_connections(error: RuntimeError, environment: Any, nodes: int) -> RuntimeError:
+    """What to do where processes can't connect.
+
+    Args:
+        error: PyTorch's.
+        environment: Lightning's cluster environment.
+        nodes: The number of nodes.
+    """
+    if "EADDRINUSE" in str(error):
+        return RuntimeError(
+            f"Another program of this machine has taken port {environment.main_port}, where the"
+            " processes of this run should meet. Set MASTER_PORT to a port that is free on the"
+            " first node, the same on every node; on one node unset it, to have a free one chosen."
+        )
+    if nodes == 1:
+        return error
     return RuntimeError(
         f"The processes of this run can't connect to each other: {error}. Control messages go over"
         " gloo. Set GLOO_SOCKET_IFNAME on every node to the network interface by which the nodes"

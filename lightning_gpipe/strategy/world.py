@@ -132,7 +132,7 @@ class Connection:
             try:
                 yield
             except RuntimeError as error:
-                raise (explain_connections(error) if self.nodes > 1 else error) from None
+                raise explain_connections(error, self.environment, self.nodes) from None
 
 
 class World:
