@@ -335,13 +335,36 @@ def test_the_search_holds_no_more_than_it_gains_by(micro_batches: int) -> None:
 def test_only_those_backwards_are_split_that_others_wait_for(micro_batches: int) -> None:
     """On two ranks a few of the last ones: as short as if all were, and no more is held."""
     costs = Costs((1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (1.0, 1.0), (1.0, 1.0))
-    every = search(rounds(2), micro_batches, "never", costs, limit=3, splits_all=True)
-    some = search(rounds(2), micro_batches, "never", costs, limit=3)
+    every = search(rounds(2), micro_batches, "never", costs, limit=4, splits_all=True)
+    some = search(rounds(2), micro_batches, "never", costs, limit=4)
     assert all(action.op != "B" for program in every.programs for action in program)
     assert sum(action.op == "W" for program in some.programs for action in program) <= 3
     lengths = simulate(some, costs).length, simulate(every, costs).length
     assert lengths[0] == lengths[1] == 3 * micro_batches + 1
-    assert held(some) <= 3
+    assert held(some) <= 4
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 8), (4, 32), (8, 32)])
+def test_the_next_mini_batch_fills_the_pipeline_while_this_one_drains_it(
+    ranks: int, micro_batches: int
+) -> None:
+    """Where 2 K micro-batches may be held no rank is ever idle, if none waits at a step's end."""
+    costs = Costs.of([1.0] * ranks)
+    found = search(rounds(ranks), micro_batches, "never", costs, limit=2 * ranks)
+    work, found_alone = 3 * micro_batches, simulate(found, costs)
+    assert found_alone.length == pytest.approx(work + ranks - 1, rel=0.01)
+    assert found_alone.period == pytest.approx(work, rel=0.01)
+    times = 5
+    programs = tuple(
+        tuple(
+            action._replace(micro_batch=action.micro_batch + step * micro_batches)
+            for step in range(times)
+            for action in program
+        )
+        for program in found.programs
+    )
+    several = simulate(Schedule(programs, found.placement), costs)
+    assert several.length == found_alone.length + (times - 1) * found_alone.period
 
 
 Case: TypeAlias = tuple[tuple[int, ...], int, Checkpoint, Costs, float]

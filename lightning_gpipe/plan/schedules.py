@@ -22,8 +22,9 @@ from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import held, search
 
 _HELD = 1  # micro-batches whose activations a stage may hold, if all are recomputed, as in 1F1B
-#: What a stage may hold of those that are kept, times K: 1F1B holds K.
-HELD_OF_KEPT = 1.5
+#: What a stage may hold of those that are kept, times K: 1F1B holds K, and where no rank is to be
+#: idle between mini-batches, 2 K - 1 are needed (zero bubble, Qi et al. 2023, ZB-2p).
+HELD_OF_KEPT = 2.0
 
 
 @dataclass(slots=True)

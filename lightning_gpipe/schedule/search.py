@@ -49,11 +49,13 @@ def search(
     Each time a rank is free, it takes, of what it may do then: a backward of the input; the
     recompute for a gradient that has come; a forward; a recompute ahead of its gradient; a backward
     of weights. The search tries several numbers of micro-batches under way, and of those whose
-    backwards are split, and compares with fill-drain and 1F1B. Of what is as short, it takes what
-    holds the fewest activations where they are re-materialized (within 1 %), and what has the
-    fewest actions where they are kept (within 0.5 %). What it finds is never longer than fill-drain
-    or 1F1B, if these keep the limit. Forwards, backwards and the backwards of weights run in the
-    order of micro-batches in every stage.
+    backwards are split, and compares with fill-drain and 1F1B. Mini-batch after mini-batch takes a
+    schedule's length where ranks wait for each other at a step's end, as to clip by the norm, and
+    else its period; what counts is the mean of both. Of what is as short, it takes what holds the
+    fewest activations where they are re-materialized (within 1 %), and what has the fewest actions
+    where they are kept (within 0.5 %). What it finds is never longer than fill-drain or 1F1B, if
+    these keep the limit. Forwards, backwards and the backwards of weights run in the order of
+    micro-batches in every stage.
 
     Args:
         placement: For each stage its rank.
@@ -87,26 +89,28 @@ def search(
             lists = _Lists(placement, micro_batches, kept, guess, begin, end, shared)
             made = lists.run(share * limit, factor * ranks)
             if made is not None:
-                exact = guess is costs
-                length = lists.length if exact else simulate(made, costs).length
-                found.append(_Found(made, length, lists.held))
+                seen = lists if guess is costs else simulate(made, costs)
+                found.append(_Found(made, seen.length, seen.period, lists.held))
     others = [fill_drain(placement, micro_batches, checkpoint, ascending=True)]
     if placement == tuple(range(ranks)) * (len(placement) // ranks):
         others.append(one_f_one_b(placement, micro_batches, checkpoint))
-    known = [_Found(other, simulate(other, costs).length, held(other)) for other in others]
+    times = [simulate(other, costs) for other in others]
+    known = [
+        _Found(other, time.length, time.period, held(other))
+        for other, time in zip(others, times, strict=True)
+    ]
     if splits_all and found:
         known = []
     found += known
     least = min(max(one.held, limit) for one in found)
+    longest = min((one.length for one in known if one.held <= least), default=math.inf)
+    fit = [one for one in found if one.held <= least and one.length <= longest]
     slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
-    longest = min(
-        slack * min(one.length for one in found if one.held <= least),
-        min((one.length for one in known if one.held <= least), default=math.inf),
-    )
-    short = [one for one in found if one.held <= least and one.length <= longest]
+    best = slack * min(one.time for one in fit)
+    short = [one for one in fit if one.time <= best]
     if kept == micro_batches:
-        return min(short, key=lambda one: (one.actions, one.held, one.length)).schedule
-    return min(short, key=lambda one: (one.held, one.actions, one.length)).schedule
+        return min(short, key=lambda one: (one.actions, one.held, one.time)).schedule
+    return min(short, key=lambda one: (one.held, one.actions, one.time)).schedule
 
 
 def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list[tuple[int, ...]]:
@@ -125,11 +129,17 @@ def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A schedule, the time it takes, and what a rank holds of activations at most."""
+    """A schedule, its times as in a simulation, and what a rank holds of activations at most."""
 
     schedule: Schedule
     length: float
+    period: float
     held: float
+
+    @property
+    def time(self) -> float:
+        """What a mini-batch takes: its length or its period."""
+        return (self.length + self.period) / 2
 
     @property
     def actions(self) -> int:
@@ -193,7 +203,7 @@ class _Lists:
         shared: dict[Action, Action],
     ) -> None:
         self._shared = shared
-        self.length = self.held = 0.0  # of what was found
+        self.length = self.period = self.held = 0.0  # of what was found
         self._placement, self._count, self._costs = placement, micro_batches, costs
         self._last = len(placement) - 1
         never = [math.inf] * micro_batches
@@ -227,13 +237,14 @@ class _Lists:
         self._most_under_way = [under_way * count + 1e-9 for count in counts]
         times = self._costs.times
         programs: list[list[Action]] = [[] for _ in self._of_rank]
-        free = [0.0] * len(programs)
+        free, begun = [0.0] * len(programs), [math.inf] * len(programs)
         events = [(0.0, rank) for rank in range(len(programs))]
         while events:
             now, rank = heapq.heappop(events)
             action = self._best(rank, now) if free[rank] <= now else None
             if action is None:
                 continue
+            begun[rank] = min(begun[rank], now)
             free[rank] = end = now + times[action.op][action.stage]
             programs[rank].append(self._shared.setdefault(action, action))
             heapq.heappush(events, (end, rank))
@@ -242,6 +253,7 @@ class _Lists:
         if any(stage.weights < self._count for stage in self._stages):
             return None
         self.length = max(free)
+        self.period = max(end - begin for begin, end in zip(begun, free, strict=True))
         return Schedule(tuple(map(tuple, programs)), self._placement)
 
     def _best(self, rank: int, now: float) -> Action | None:

@@ -27,12 +27,16 @@ class Simulation:
     Args:
         spans: Every action of every rank, with its times.
         length: Time from the first start to the last end.
+        period: The longest time from a rank's first start to its last end. Mini-batch after
+            mini-batch takes no longer, where a rank begins the next one as soon as it can: those
+            behind are at its drain while those ahead fill it.
         bubble: Share of the ranks' time that is idle, 0 to 1: (K-1)/(M+K-1) for equal stages
             without recompute, one on each rank.
     """
 
     spans: tuple[Span, ...]
     length: float
+    period: float
     bubble: float
 
 
@@ -52,10 +56,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         if cursor[rank] < len(program):
             raise schedule.invalid(f"rank {rank} waits for ever at {program[cursor[rank]]}")
     length = max((span.end for span in spans), default=0.0)
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for span in spans:  # in the order of each rank's program
+        starts.setdefault(span.rank, span.start)
+        ends[span.rank] = span.end
     busy = sum(span.end - span.start for span in spans)
     return Simulation(
         spans=tuple(spans),
         length=length,
+        period=max((end - starts[rank] for rank, end in ends.items()), default=0.0),
         bubble=1 - busy / (length * len(schedule.programs)) if length else 0.0,
     )
 
