@@ -39,7 +39,6 @@ _TIMEOUT = timedelta(seconds=60)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
 _pools: dict[int, Pool] = {}
-_kept: list[socket.socket] = []
 
 
 class RankError(AssertionError):
@@ -228,11 +227,12 @@ def start_ranks(
 
 def free_port() -> int:
     """A port for those who want to listen there: until then a socket keeps others from it."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind((HOST, 0))
-    _kept.append(kept)
-    return int(kept.getsockname()[1])
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind((HOST, 0))
+        port = int(keeper.getsockname()[1])
+        keeper.detach()  # it is open until the process ends
+        return port
 
 
 def _alone(

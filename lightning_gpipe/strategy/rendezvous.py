@@ -21,8 +21,6 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LEAVE_S = 3.0
 #: Where the processes met before an error.
 _met: list[Any] = []
-#: Those that keep the ports where this process's children meet.
-_kept: list[socket.socket] = []
 
 
 def keep_port(environment: Any) -> None:
@@ -39,11 +37,10 @@ def keep_port(environment: Any) -> None:
     port = environment.main_port
     if sys.platform != "linux" or environment.node_rank() != 0:
         return
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with suppress(OSError):  # it is taken, as who listens there will say
-        kept.bind(("", port))
-    _kept.append(kept)
+    with socket.socket() as keeper, suppress(OSError):  # if it is taken, who listens there says so
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("", port))
+        keeper.detach()  # it is open until this process ends
 
 
 def join_world(environment: Any, backend: str, timeout: timedelta, device: torch.device) -> None:
