@@ -94,11 +94,10 @@ def search(
     others = [fill_drain(placement, micro_batches, checkpoint, ascending=True)]
     if placement == tuple(range(ranks)) * (len(placement) // ranks):
         others.append(one_f_one_b(placement, micro_batches, checkpoint))
-    times = [simulate(other, costs) for other in others]
-    known = [
-        _Found(other, time.length, time.period, held(other))
-        for other, time in zip(others, times, strict=True)
-    ]
+    known: list[_Found] = []
+    for other in others:
+        alone = simulate(other, costs)
+        known.append(_Found(other, alone.length, alone.period, held(other)))
     if splits_all and found:
         known = []
     found += known

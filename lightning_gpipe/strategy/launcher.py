@@ -96,11 +96,11 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             advice.refuse_tuner(trainer, self._start_method)
             if trainer.state.fn == TrainerFn.PREDICTING:
                 advice.warn_of_no_predictions(function, args, self._start_method)
-        keep_port(self._strategy.cluster_environment)
         if self._start_method == "fork":
             advice.refuse_fork_of_autograd()
             leave_before_fork()
             self._python = random.getstate()
+        keep_port(self._strategy.cluster_environment)
         # shared with the children, who know why the run ends
         self._verdict = multiprocessing.get_context(self._start_method).RawArray(
             ctypes.c_char, 1 << 15

@@ -91,7 +91,8 @@ def leave_before_fork() -> None:
     """Destroy the default process group of this one process, which forks can't use.
 
     What else is left of groups goes, too: a fork that collects them waits for threads that it
-    hasn't got.
+    hasn't got. And forks meet at another port: at this one all of them would find the store of this
+    process, with what those of an earlier run have left there.
 
     Raises:
         RuntimeError: If other processes are in it.
@@ -105,6 +106,7 @@ def leave_before_fork() -> None:
         )
     if dist.is_initialized():
         dist.destroy_process_group()
+        os.environ.pop("MASTER_PORT", None)
     gc.collect()
 
 
