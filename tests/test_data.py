@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.strategy.loader import PipelineLoader
+from lightning_gpipe.strategy.world import Layout
 from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
@@ -126,7 +127,8 @@ class KeepsItsPlace(DataLoader[Any]):
 def test_a_loader_that_keeps_its_place_is_known_by_its_methods() -> None:
     """From Python 3.12 on, isinstance looks for a protocol's methods without ``__getattr__``."""
     made = KeepsItsPlace([1, 2]), DataLoader([1, 2])
-    keeping, other = (PipelineLoader(loader, SharedGenerators, 0, 1) for loader in made)
+    layout, settings = Layout(0, 1, 1, 1), GPipeStrategy(2)._settings
+    keeping, other = (PipelineLoader(loader, SharedGenerators, layout, settings) for loader in made)
     for name in ("state_dict", "load_state_dict"):
         assert callable(inspect.getattr_static(keeping, name))
         assert not hasattr(other, name)

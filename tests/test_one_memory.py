@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -137,6 +139,44 @@ def without_files() -> float:
 
 def test_no_file_is_needed() -> None:
     assert run_ranks(without_files, 2) == [COUNT, COUNT]
+
+
+def read_ahead(gone_on: Path) -> tuple[list[float], int]:
+    """What comes of batches whose source is further on, and the most that they took of memory."""
+    groups, found, most = Groups.connect(2, 1, "gloo", CPU, timedelta(seconds=60)), [], 0
+    for i in range(3):
+        batch = torch.full((COUNT,), float(i))
+        if groups.stage:
+            if not i:
+                give_up = time.monotonic() + 30
+                while not gone_on.exists() and time.monotonic() < give_up:
+                    time.sleep(0.01)
+                found.append(float(gone_on.exists()))
+            batch = groups.pipeline.broadcast("batch", None, 0)
+        else:
+            groups.pipeline.broadcast("batch", batch, 0, ahead=True)
+            batch.zero_()
+            if not i:
+                gone_on.touch()
+        found.append(float(batch[-1]))
+        most = max(most, groups.nearby.nbytes)
+    groups.close()
+    return found, most
+
+
+def test_a_source_goes_on_until_it_is_one_again(tmp_path: Path) -> None:
+    (_, most), (found, _) = run_ranks(read_ahead, 2, tmp_path / "gone on")
+    assert found == [1.0, 0.0, 1.0, 2.0]  # it had gone on before the first one was taken
+    assert 4 * COUNT <= most < 2 * 4 * COUNT
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+@pytest.mark.parametrize("checkpoint", ["never", 0, "always", "except_last"])
+def test_batches_lie_there_twice_only_where_activations_are_kept(
+    step: Any, checkpoint: Any
+) -> None:
+    settings = GPipeStrategy(4, checkpoint=checkpoint, step=step)._settings
+    assert settings.reads_ahead == (step == "micro-batch" and checkpoint in ("never", 0))
 
 
 class Changes(L.LightningModule):

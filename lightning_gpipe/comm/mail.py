@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.comm.nearby import Nearby
+from lightning_gpipe.comm.nearby import Nearby, Transfer
 
 #: Bytes from which on a process group is as good, and doesn't hold a message once more.
 _LARGE = 1 << 21
@@ -66,14 +67,20 @@ class Mail:
         """Whether all members are processes of this machine."""
         return all(rank == self.nearby.rank or rank in self.nearby for rank in self.ranks)
 
-    def share(self, data: Tensor, tag: int) -> None:
-        """Let all other members look at a large tensor, where it reaches them."""
+    def share(self, data: Tensor, tag: int) -> Transfer:
+        """Let all other members look at a large tensor, or copy it, where it reaches them."""
         others = [rank for rank in self.ranks if rank != self.nearby.rank]
-        self.nearby.share(others, self._key(tag), data)
+        return self.nearby.share(others, self._key(tag), data)
 
     def look_at(self, member: int, tag: int, count: int) -> Tensor:
         """Look at so many bytes that a member shares."""
         return self.nearby.look_at(self.ranks[member], self._key(tag), count)
+
+    def copy_of(self, member: int, tag: int, count: int) -> Tensor:
+        """Copy so many bytes that a member shares."""
+        copied = torch.empty(count, dtype=torch.uint8, device="cpu")
+        self.nearby.receive(self.ranks[member], self._key(tag), copied).wait()
+        return copied
 
     def _key(self, tag: int) -> int:
         return self.number << 32 | tag

@@ -74,8 +74,9 @@ class ObjectChannel(Peers):
     """Objects between peers."""
 
     _pending: deque[_Sent] = field(default_factory=deque)
+    _shown: list[Transfer] = field(default_factory=list)  # what isn't waited for as it is sent
 
-    def broadcast(self, kind: Kind, value: Any, source: int) -> Any:
+    def broadcast(self, kind: Kind, value: Any, source: int, ahead: bool = False) -> Any:
         """Give every member an object. Collective.
 
         Args:
@@ -84,6 +85,9 @@ class ObjectChannel(Peers):
                 A tensor on the device arrives on the receiver's device, one on the host stays
                 there.
             source: The member that has it.
+            ahead: Whether the source goes on while others haven't come to it, until it is the
+                source of something ahead again. Tensors in host memory then lie there twice, as far
+                as they are large. Counts on the source alone.
 
         Returns:
             The object itself on the source, a copy elsewhere.
@@ -94,7 +98,7 @@ class ObjectChannel(Peers):
         if self.is_alone:
             return value
         if self.index == source:
-            self._broadcast_from_here(kind, value)
+            self._broadcast_from_here(kind, value, ahead)
             return value
         parent, children = self._tree(source)
         under_way: list[_Sent] = []
@@ -197,9 +201,18 @@ class ObjectChannel(Peers):
         """Wait until everything broadcast from here has arrived."""
         while self._pending:
             self._pending.popleft()[0].wait()
+        self._flush_shown()
 
-    def _broadcast_from_here(self, kind: Kind, value: Any) -> None:
-        limit = _SHARED if kind in _SHORT_LIVED and self.has_one_memory else math.inf
+    def _flush_shown(self) -> None:
+        while self._shown:
+            self._shown.pop().wait()
+
+    def _broadcast_from_here(self, kind: Kind, value: Any, ahead: bool) -> None:
+        limit: float = math.inf
+        if kind in _SHORT_LIVED and self.has_one_memory:
+            limit = _HELD + 1 if ahead else _SHARED
+        if ahead:
+            self._flush_shown()
         blob, tensors = packing.pack(value, self.is_in_host("cpu"), limit, kind == "batch")
         children = self._tree(self.index)[1]
         under_way: list[_Sent] = []
@@ -210,7 +223,9 @@ class ObjectChannel(Peers):
             if self.is_in_host(tensor.device.type):
                 part = part.to(HOST)
                 if part.nbytes >= limit and tensor.is_cpu:
-                    self.show(part)
+                    shown = self.show(part)
+                    if ahead and part.nbytes < _SHARED:
+                        self._shown.append(shown)
                 elif part.nbytes <= _HELD:  # the caller may change it
                     self._post_copy(children, part)
                 else:
@@ -285,7 +300,7 @@ class ObjectChannel(Peers):
 
         def fetch(length: int, where: str) -> Tensor:
             if where == packing.SHARED:
-                return self.look_at(source, length)
+                return (self.look_at if length >= _SHARED else self.copy_of)(source, length)
             wire, group = self.route(where)
             data = receive(torch.empty(length, dtype=torch.uint8, device=wire), group)
             return data if where == "cpu" else data.to(device)

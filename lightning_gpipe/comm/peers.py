@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_gpipe.comm.mail import Mail, PointToPoint, Work
-from lightning_gpipe.comm.nearby import Nearby
+from lightning_gpipe.comm.nearby import Nearby, Transfer
 
 HOST = torch.device("cpu")
 #: Bytes up to which a message to each member is faster than gloo's collectives, ten times and more.
@@ -159,17 +159,24 @@ class Peers:
         """Whether all members are on one machine, and can look at each other's memory."""
         return self.mail is not None and self.mail.reaches_all
 
-    def show(self, data: Tensor) -> None:
+    def show(self, data: Tensor) -> Transfer:
         """Let all other members look at bytes in host memory, which may be changed at once.
 
         Args:
             data: More than 4 KiB, where :attr:`has_one_memory`.
+
+        Returns:
+            What tells when nobody looks at them any longer.
         """
-        self._shared.share(data, _TAG)
+        return self._shared.share(data, _TAG)
 
     def look_at(self, source: int, count: int) -> Tensor:
         """Wait for bytes that a member shows; to change them changes nobody else's."""
         return self._shared.look_at(source, _TAG, count)
+
+    def copy_of(self, source: int, count: int) -> Tensor:
+        """Wait for bytes that a member shows, and copy them."""
+        return self._shared.copy_of(source, _TAG, count)
 
     def _exchanged(self, own: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce a small tensor in host memory: every member sends it to every other."""

@@ -74,6 +74,14 @@ class Settings:
         return self.recomputing not in ("never", 0)
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether the first stage may begin a mini-batch while others are in the one before.
+
+        It then holds the batch twice, which counts where little else is held.
+        """
+        return self.step == "micro-batch" and not self.recomputes
+
+    @property
     def recomputing(self) -> Checkpoint:
         """What is re-materialized; all, as long as ``"auto"`` isn't decided."""
         return "always" if self.checkpoint == "auto" else self.checkpoint

@@ -14,8 +14,10 @@ from typing import Any
 from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.model.redirect import reading_data
+from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.reader import world_of_replicas
+from lightning_gpipe.strategy.world import Layout
 
 #: By these Lightning knows a loader that goes on where it was.
 _KEEPS_ITS_PLACE = ("state_dict", "load_state_dict")
@@ -32,22 +34,23 @@ class PipelineLoader:
         loader: Any iterable of batches.
         shared: Returns the generators that stages share, with their channel. A loader may outlive a
             run and must not keep it: its process groups have threads.
-        replica: This rank's pipeline.
-        replicas: D.
+        layout: The processes.
+        settings: What the user chose.
     """
 
     def __init__(
         self,
         loader: Iterable[Any],
         shared: Callable[[], SharedGenerators],
-        replica: int,
-        replicas: int,
+        layout: Layout,
+        settings: Settings,
     ) -> None:
         if isinstance(loader, PipelineLoader):  # wrapped for an earlier run
             loader = loader.__dict__["_loader"]
         self.__dict__["_loader"] = loader
         self.__dict__["_shared"] = shared
-        self.__dict__["_place"] = replica, replicas
+        self.__dict__["_place"] = layout.replica, layout.replicas
+        self.__dict__["_ahead"] = settings.reads_ahead
         for name in _KEEPS_ITS_PLACE:  # Python looks for a protocol's methods without __getattr__
             if hasattr(loader, name):
                 self.__dict__[name] = getattr(loader, name)
@@ -102,7 +105,7 @@ class PipelineLoader:
                     break
                 indices = (self._seen or [])[sent:]
                 sent += len(indices)
-                _send(shared, "batch", batch, indices)
+                _send(shared, "batch", batch, indices, self._ahead)
             yield batch
         _send(shared, "end")
 
@@ -128,9 +131,13 @@ class PipelineLoader:
 
 
 def _send(
-    shared: SharedGenerators, what: str, value: Any = None, indices: Sequence[Any] = ()
+    shared: SharedGenerators,
+    what: str,
+    value: Any = None,
+    indices: Sequence[Any] = (),
+    ahead: bool = False,
 ) -> None:
-    shared.channel.broadcast("batch", (what, value, list(indices), shared.news()), source=0)
+    shared.channel.broadcast("batch", (what, value, list(indices), shared.news()), 0, ahead)
 
 
 @contextmanager

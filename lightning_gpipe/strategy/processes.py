@@ -233,7 +233,7 @@ class ProcessesStrategy(PlacedStrategy):
         refusals.refuse_sampler(dataloader, self.replicas, self._layout.replica)
         if self.stages == 1:
             return dataloader
-        return PipelineLoader(dataloader, self._generators, self._layout.replica, self.replicas)
+        return PipelineLoader(dataloader, self._generators, self._layout, self._settings)
 
     def _generators(self) -> SharedGenerators:
         return self._connected.generators
