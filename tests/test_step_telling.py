@@ -763,10 +763,10 @@ def ordered(repeats: int, schedule: Any) -> tuple[list[str], list[Tensor]]:
     broadcast, do = ObjectChannel.broadcast, Executor.do
     events: list[str] = []
 
-    def noted(channel: ObjectChannel, kind: Any, value: Any, source: int) -> Any:
+    def noted(channel: ObjectChannel, kind: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if kind == "told" and value is not None:
             events.append(kind)
-        return broadcast(channel, kind, value, source)
+        return broadcast(channel, kind, value, *args, **kwargs)
 
     def done(executor: Executor, action: Any, *args: Any, **kwargs: Any) -> None:
         events.append(action.op)

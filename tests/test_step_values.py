@@ -225,7 +225,8 @@ class Validates(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, _ = batch
         scores = self.backbone(inputs)
-        error = functional.mse_loss(scores, inputs)
+        error, errors = functional.mse_loss(scores, inputs), (scores - inputs).square()
+        mask = inputs > 0
         values = {
             "psnr": lambda: 20 * torch.log10(inputs.max() / error.sqrt()),
             "largest": lambda: (scores - inputs).abs().max(),
@@ -235,32 +236,80 @@ class Validates(Classifier):
             "by rows": lambda: torch.stack([(row.max() - row.min()) for row in scores]).mean(),
             "by samples": lambda: scores.amax(1).mean(),
             "of weights": lambda: torch.ones(4, CLASSES).norm(),
+            "masked": lambda: (errors * mask).sum() / mask.sum(),
+            "by number": lambda: errors.sum().div(int(mask.sum())),
+            "explained": lambda: 1 - errors.sum() / ((inputs - inputs.mean(0)) ** 2).sum(),
+            "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
+            "sum": lambda: functional.mse_loss(scores, inputs, reduction="sum") + error,
+            "count": lambda: 2 * (scores > inputs).sum().float(),
+            "counts": lambda: (errors * mask).sum(0).mean(),
+            "returned count": lambda: error,
+            "with a penalty": lambda: error + torch.ones(6, 2).square().sum(),
+            "by samples' number": lambda: errors.sum() / len(inputs),
+            "by elements": lambda: errors.sum() / torch.ones_like(scores).sum(),
+            "by columns": lambda: (errors.sum(0) / len(inputs)).mean(),
+            "by a weight": lambda: errors.mean(1).sum() / torch.ones(()).exp(),
+            "scaled": lambda: (scores / scores.abs().sum(1, keepdim=True)).square().mean(),
+            "transposed": lambda: (scores.T / scores.T.abs().sum(0)).square().mean(),
         }
         if self.what == "largest of all":
             self.log("value", values["largest"](), reduce_fx="max")
+        elif self.what == "by its divisor":
+            self.log("value", values["masked"](), batch_size=int(mask.sum()))
         else:
             self.log("value", values[self.what]())
-        return scores
+        return (scores > inputs).sum() if self.what == "returned count" else scores
 
 
-def texts_of(what: str) -> list[str]:
+def texts_of(what: str, stages: int = 1) -> list[str]:
     """What a run warns of that logs it."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        told(type("Validates", (Validates,), {"what": what}), 1)
+        told(type("Validates", (Validates,), {"what": what}), stages)
     texts = [str(each.message) for each in found]
     return [text for text in texts if "is the mean over micro-batches" in text]
 
 
-@pytest.mark.parametrize("what", ["psnr", "largest", "deviation", "norm", "median"])
+@pytest.mark.parametrize(
+    "what", ["psnr", "largest", "deviation", "norm", "median", "sum", "count", "counts"]
+)
 def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "What self.log('value', ...) logs is the mean over micro-batches of what '" in text
     assert "makes of all samples of each" in text
 
 
+@pytest.mark.parametrize("what", ["masked", "by number", "explained", "overlap"])
+def test_quotients_of_sums_are_told_of_once(what: str) -> None:
+    (text,) = texts_of(what)
+    assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text
+
+
+def test_divisors_of_another_stage_are_compared() -> None:
+    assert [*map(len, run_ranks(texts_of, 2, "overlap", 2))] == [1, 0]
+    assert run_ranks(texts_of, 2, "by columns", 2) == [[], []]
+
+
 @pytest.mark.parametrize("what", ["by rows", "by samples", "of weights", "largest of all"])
 def test_nothing_is_told_of_what_may_be_a_mean(what: str) -> None:
+    assert texts_of(what) == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "by samples' number",
+        "by elements",
+        "by columns",
+        "by a weight",
+        "with a penalty",
+        "returned count",
+        "by its divisor",
+        "scaled",
+        "transposed",
+    ],
+)
+def test_nothing_is_told_of_quotients_that_are_means(what: str) -> None:
     assert texts_of(what) == []
 
 

@@ -104,8 +104,7 @@ class StepLog:
         if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
             recipes = [r if r is not None and r.is_of_metrics else None for r in recipes]
         what = f"What self.log({name!r}, ...) logs"
-        values = [entry.value for entry in entries]
-        return self._values.of_mini_batch(recipes, counts, what, values)
+        return self._values.of_mini_batch(recipes, counts, what)
 
 
 def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:

@@ -30,6 +30,7 @@ from lightning_gpipe.strategy.batches import (
 )
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
+from lightning_gpipe.strategy.step_values import is_sum
 
 
 @dataclass(slots=True)
@@ -207,9 +208,10 @@ class MicroBatchSteps:
         values, sizes, what = self.metrics.values, steps.sizes, "What the step returned"
 
         def known(results: Sequence[Tensor], name: str) -> Tensor | None:
-            return values.of_mini_batch(
-                list(map(values.recipe_of, results)), weights, name, results
-            )
+            recipes = list(map(values.recipe_of, results))
+            if not results[0].is_floating_point() and all(map(is_sum, recipes)):
+                return None  # they are added
+            return values.of_mini_batch(recipes, weights, name)
 
         with torch.no_grad():
             steps.log.replay(self._trainer.lightning_module.log, weights, sizes)

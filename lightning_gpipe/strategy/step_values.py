@@ -9,15 +9,18 @@ mini-batch gives.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.means import is_known_mean, is_mean
 from lightning_gpipe.model.remote import name_of, origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
@@ -78,13 +81,17 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A scalar that is made of all samples of a micro-batch, and isn't their mean.
+    """What is made of all samples of a micro-batch, and isn't their mean.
 
     Args:
         function: What has made it.
+        results: What that has made, which is the same for all micro-batches if it is of weights.
+        divisor: Of a quotient: it is a mean where this counts the samples.
     """
 
     function: str
+    results: tuple[Tensor, ...] = ()
+    divisor: Tensor | float | None = None
     is_of_metrics = False
 
 
@@ -94,6 +101,8 @@ _MIXED = Mixed()
 #: Functions of all elements that give something else for a mini-batch than the mean of its parts'.
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
 _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
+_SUM, _SUMS = "sum", {"sum", "nansum", "count_nonzero"}
+_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
 
 
 class StepValues:
@@ -101,7 +110,8 @@ class StepValues:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
-        self._compared: set[str] = set()  # what is other than a mean, or may be
+        self._looks = Counter[str]()  # at what is other than a mean, or may be
+        self._warned = set[str]()  # of these
         #: Of the micro-batch whose step runs.
         self.samples = 0
         #: What the calls of metrics give for the mini-batch.
@@ -145,16 +155,17 @@ class StepValues:
             if isinstance(result, Tensor):
                 if _is_mean_everywhere(func, tensors, args, result):
                     self._known[id(result)] = weakref.ref(result), Mean(result.detach().clone())
-                elif name_of(func) in _OTHERS and not result.ndim and self._are_rows(tensors[0]):
-                    self._known[id(result)] = weakref.ref(result), Other(name_of(func))
+                elif (other := self._other(trace, func, tensors, args, result)) is not None:
+                    self._known[id(result)] = weakref.ref(result), other
             return
         made = tensors_in(result)
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
-        other = next((recipe for recipe in known if isinstance(recipe, Other)), None)
+        other = self._other_of(trace, func, known, args, result)
         if known and not is_free:  # what is changed may be seen through other tensors
             self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
         if other is not None and not is_of_metrics:
-            self._known.update((id(t), (weakref.ref(t), other)) for t in made if not t.ndim)
+            summed = [t for t in made if self._is_of_all(t)]
+            self._known.update((id(t), (weakref.ref(t), other)) for t in summed)
         elif is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
             recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
             args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), args)
@@ -168,6 +179,65 @@ class StepValues:
         """Whether it has rows of each sample."""
         return self.samples > 1 and tensor.ndim > 0 and len(tensor) % self.samples == 0
 
+    def _is_of_all(self, tensor: Tensor) -> bool:
+        """Whether it can't have a row, or a column, of each sample."""
+        samples = self.samples
+        return not tensor.ndim or (samples > 1 and all(size % samples for size in tensor.shape))
+
+    def _other(
+        self,
+        trace: StepTrace,
+        func: Any,
+        tensors: Sequence[Tensor],
+        args: tuple[tuple[Any, ...], dict[str, Any]],
+        result: Tensor,
+    ) -> Other | None:
+        """What a function makes of tensors of which nothing is known, if it isn't a mean."""
+        name, (_, kwargs) = name_of(func), args
+        if name in _SUMS or kwargs.get("reduction") == "sum":
+            name, is_other = _SUM, self._is_of_all(result)
+        elif name in _OTHERS:
+            is_other = not result.ndim
+        else:
+            quotient = self._quotient(trace, name, args[0], result)
+            is_scaled = quotient is not None and not isinstance(quotient.divisor, Tensor)
+            return None if is_scaled and result.ndim else quotient
+        if is_other and self._are_rows(tensors[0]):
+            return Other(name, (trace.values.keep(result),))
+        return None
+
+    def _other_of(
+        self,
+        trace: StepTrace,
+        func: Any,
+        known: Sequence[Recipe],
+        args: tuple[tuple[Any, ...], dict[str, Any]],
+        result: Any,
+    ) -> Other | None:
+        """What a function makes of some that are no means."""
+        others = [recipe for recipe in known if isinstance(recipe, Other)]
+        if not others:
+            return None
+        rest = [other for other in others if not is_sum(other)]
+        if not rest and isinstance(result, Tensor):
+            quotient = self._quotient(trace, name_of(func), args[0], result)
+            if quotient is not None:
+                return quotient
+        first = (rest or others)[0]
+        results = (value for other in others for value in other.results)
+        return replace(first, results=tuple(dict.fromkeys(results)))
+
+    def _quotient(
+        self, trace: StepTrace, name: str, args: tuple[Any, ...], result: Tensor
+    ) -> Other | None:
+        """What a function has divided by something, unless it has a row of each sample."""
+        if name not in _QUOTIENTS or len(args) != 2 or not self._is_of_all(result):
+            return None
+        divisor: Tensor | float = args[1]
+        if isinstance(divisor, Tensor):
+            divisor = trace.values.keep(divisor)
+        return Other(name, divisor=divisor)
+
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
         tensor, recipe = self._known.get(id(value), (None, None))
@@ -178,7 +248,6 @@ class StepValues:
         recipes: Sequence[Recipe | None],
         weights: Sequence[float],
         what: str,
-        values: Sequence[Any],
     ) -> Tensor | None:
         """A value for the mini-batch, once its means are told and its metrics are through.
 
@@ -186,7 +255,6 @@ class StepValues:
             recipes: How it comes about in each micro-batch.
             weights: How much each of them counts in means.
             what: What it is, for the warning.
-            values: The value in each micro-batch.
 
         Returns:
             The value; None if it isn't known.
@@ -205,17 +273,42 @@ class StepValues:
                 " GPipeStrategy(step='mini-batch')."
             )
         others = [recipe for recipe in recipes if isinstance(recipe, Other)]
-        if len(others) < len(recipes) or what in self._compared:
+        if len(others) < len(recipes) or what in self._warned:
             return None
-        self._compared.add(what)
-        if any(bool(value != values[0]) for value in values):  # else of weights, for instance
-            rank_zero_warn(
-                f"{what} is the mean over micro-batches of what '{others[0].function}' makes of all"
-                " samples of each, which isn't the mini-batch's. Log it with reduce_fx='max' or"
-                " 'min' if it is the largest or the smallest, give the scores to a metric of"
-                " torchmetrics, or use GPipeStrategy(step='mini-batch')."
-            )
+        self._looks[what] += 1
+        if is_due(self._looks[what]):
+            self._warn(what, others, weights)
         return None
+
+    def _warn(
+        self,
+        what: str,
+        others: Sequence[Other],
+        weights: Sequence[float],
+    ) -> None:
+        """Warn, once, of what isn't the mean of its micro-batches' values."""
+        divisors = [other.divisor for other in others if other.divisor is not None]
+        if len(divisors) == len(others):
+            if _are_alike(divisors, weights):
+                return
+            why = (
+                "quotients whose divisors aren't in proportion to their samples. If a divisor"
+                " counts what the mean is over, such as tokens, give it to self.log as batch_size;"
+                " else"
+            )
+        elif any(map(_differ, zip(*(other.results for other in others), strict=False))):
+            why = (
+                f"what '{others[0].function}' makes of all samples of each, which isn't the"
+                " mini-batch's. Log it with reduce_fx='sum', 'max' or 'min' if it is that of"
+                " samples,"
+            )
+        else:
+            return
+        self._warned.add(what)
+        rank_zero_warn(
+            f"{what} is the mean over micro-batches of {why} give the scores to a metric of"
+            " torchmetrics, or use GPipeStrategy(step='mini-batch')."
+        )
 
     def _made(self, recipes: Sequence[Any], weights: Sequence[float]) -> Any:
         last = recipes[-1]
@@ -236,6 +329,25 @@ class StepValues:
         if any(recipe != last for recipe in recipes):
             raise LookupError
         return last
+
+
+def is_sum(recipe: Recipe | None) -> bool:
+    """Whether a value is known to be a sum over samples."""
+    return isinstance(recipe, Other) and recipe.function == _SUM
+
+
+def _differ(values: tuple[Tensor, ...]) -> bool:
+    return not all(torch.equal(value, values[0]) for value in values)
+
+
+def _are_alike(divisors: Sequence[Tensor | float], weights: Sequence[float]) -> bool:
+    """Whether all divisors are the same, or in proportion to the weights."""
+    found = [torch.as_tensor(d, dtype=torch.float64).cpu() for d in divisors]
+    first, weight = found[0], weights[0]
+    return all(torch.equal(divisor, first) for divisor in found) or all(
+        divisor.shape == first.shape and torch.allclose(divisor * weight, first * other)
+        for divisor, other in zip(found, weights, strict=True)
+    )
 
 
 def _is_mean(tensor: Tensor) -> bool:
