@@ -313,6 +313,31 @@ def test_nothing_is_told_of_quotients_that_are_means(what: str) -> None:
     assert texts_of(what) == []
 
 
+class Padded(Classifier):
+    """Validates by a mean over what isn't padding."""
+
+    def metrics(self, scores: Tensor, targets: Tensor) -> None: ...
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        scores = self.backbone(inputs)
+        short = targets.masked_fill(targets < 2, -100)
+        error = functional.mse_loss(scores, inputs)
+        found = functional.cross_entropy(scores, short)
+        self.log("left out", found.detach(), on_step=True, on_epoch=True)
+        self.log("perplexity", functional.nll_loss(scores, targets, ignore_index=1).exp())
+        self.log("both", found / 2 + error)
+        self.log("none", functional.cross_entropy(scores, targets))
+        return found
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_means_over_what_is_no_padding(stages: int) -> None:
+    expected = told(Padded, 0)
+    for found in run_ranks(told, stages, Padded, stages):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 class Extremes(Classifier):
     """Has a metric that counts its calls."""
 

@@ -67,7 +67,7 @@ class _MiniBatch:
     def run(self, m: int) -> Outcome:
         """Run the step of a micro-batch."""
         self.log.begin(m)
-        self.metrics.values.samples = self.sizes[m]
+        self.metrics.values.samples, self.metrics.values.trains = self.sizes[m], self.trains
         self.metrics.follow()
         result = self.step(self.parts[m], *self.rest)
         if self.trains:

@@ -36,9 +36,11 @@ class Mean:
 
     Args:
         value: A scalar.
+        count: Over how many it is, where that isn't their number.
     """
 
     value: Tensor
+    count: Tensor | None = None
     is_of_metrics = False
 
 
@@ -102,6 +104,7 @@ _MIXED = Mixed()
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
 _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
 _SUM, _SUMS = "sum", {"sum", "nansum", "count_nonzero"}
+_SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
 
 
@@ -112,8 +115,8 @@ class StepValues:
         self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these
-        #: Of the micro-batch whose step runs.
-        self.samples = 0
+        #: Of the micro-batch whose step runs, and whether it is trained by.
+        self.samples, self.trains = 0, False
         #: What the calls of metrics give for the mini-batch.
         self.of_calls: dict[Call, Sequence[Tensor]] = {}
 
@@ -149,6 +152,10 @@ class StepValues:
         recipes = {id(t): self.recipe_of(t) for t in tensors if id(t) in self._known}
         known = [recipe for recipe in recipes.values() if recipe is not None]
         if not known and _may_be_mean(result):  # as of most losses
+            count = None if self.trains else _count_of(trace, func, args)
+            if count is not None:
+                mean = Mean(trace.values.keep(result), count)
+                self._known[id(result)] = weakref.ref(result), mean
             return
         means = [t for t in tensors if recipes.get(id(t)) is None and _is_mean(t)]
         if not known and not means:  # as of most functions
@@ -316,7 +323,9 @@ class StepValues:
         if len(kinds) > 1 or not kinds.isdisjoint((Mixed, Other)):
             raise LookupError
         if isinstance(last, Mean):
-            return weighted_mean([recipe.value for recipe in recipes], weights)
+            counts = [recipe.count for recipe in recipes]
+            own = None if None in counts else torch.stack(counts).tolist()
+            return weighted_mean([recipe.value for recipe in recipes], own or weights)
         if isinstance(last, Given):
             return self.of_calls[last.call][last.output].detach().clone()
         if isinstance(last, Computed):
@@ -329,6 +338,20 @@ class StepValues:
         if any(recipe != last for recipe in recipes):
             raise LookupError
         return last
+
+
+def _count_of(
+    trace: StepTrace, func: Any, args: tuple[tuple[Any, ...], dict[str, Any]]
+) -> Tensor | None:
+    """Over how many targets a loss is a mean that leaves some out; None: it isn't known."""
+    kwargs = args[1]
+    if name_of(func) not in _SKIPPING or kwargs.get("weight") is not None:
+        return None
+    targets = args[0][1]
+    if targets.is_floating_point() or trace.where(targets) is not None:
+        return None
+    counted: Tensor = targets != kwargs.get("ignore_index", _IGNORED)
+    return counted.sum()
 
 
 def is_sum(recipe: Recipe | None) -> bool:
