@@ -316,6 +316,11 @@ def test_nothing_is_told_of_quotients_that_are_means(what: str) -> None:
 class Padded(Classifier):
     """Validates by a mean over what isn't padding."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        means = {name: torchmetrics.MeanMetric() for name in ("left out", "root")}
+        self.averages = nn.ModuleDict(means).double()
+
     def metrics(self, scores: Tensor, targets: Tensor) -> None: ...
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -328,7 +333,14 @@ class Padded(Classifier):
         self.log("perplexity", functional.nll_loss(scores, targets, ignore_index=1).exp())
         self.log("both", found / 2 + error)
         self.log("none", functional.cross_entropy(scores, targets))
+        self.averages["left out"].update(found)
+        self.log("root", self.averages["root"](error.sqrt()))
         return found
+
+    def on_validation_epoch_end(self) -> None:
+        for name, mean in self.averages.items():
+            self.log(f"mean {name}", mean.compute())
+            mean.reset()
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -18,6 +18,7 @@ from lightning_gpipe.model.means import is_known_mean
 from lightning_gpipe.model.remote import Where
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.batches import merge
+from lightning_gpipe.strategy.step_values import Recipe, StepValues
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class _Given:
         is_forward: Whether it is its forward.
         where: The stages that have the numbers; None: all.
         values: By the micro-batch.
+        recipes: How these come about.
     """
 
     metric: Any
@@ -37,12 +39,18 @@ class _Given:
     is_forward: bool
     where: Where | None
     values: dict[int, Any] = field(default_factory=dict)
+    recipes: list[Recipe | None] = field(default_factory=list)
 
 
 class Aggregates:
-    """What the aggregating metrics are given by the steps of a mini-batch."""
+    """What the aggregating metrics are given by the steps of a mini-batch.
 
-    def __init__(self) -> None:
+    Args:
+        made: What steps make of metrics and of means.
+    """
+
+    def __init__(self, made: StepValues) -> None:
+        self._made = made
         self._given: dict[tuple[int, bool, int], _Given] = {}
         self._calls: dict[tuple[int, bool, int], int] = {}  # by metric, kind and micro-batch
 
@@ -73,6 +81,7 @@ class Aggregates:
         call = id(metric), is_forward, micro_batch
         self._calls[call] = number = self._calls.get(call, 0) + 1
         given = self._given.setdefault((*call[:2], number), _Given(metric, run, is_forward, where))
+        given.recipes.append(self._made.recipe_of(value))
         given.values[micro_batch] = value.detach() if isinstance(value, Tensor) else value
 
     def finish(
@@ -96,9 +105,12 @@ class Aggregates:
                 )
                 counts = weights if is_known else sizes
                 values, ms = list(given.values.values()), list(given.values)
-                parts = [sizes[m] for m in ms], [counts[m] for m in ms]
+                own, what = [counts[m] for m in ms], f"What {type(given.metric).__name__} is given"
+                adds = isinstance(values[0], Tensor) and not values[0].is_floating_point()
                 with trace.suspended():
-                    number = merge(values, *parts, f"What {type(given.metric).__name__} is given")
+                    number = self._made.of_mini_batch(given.recipes, own, what, adds)
+                    if number is None:
+                        number = merge(values, [sizes[m] for m in ms], own, what)
                     given.run(number)
             if given.is_forward:
                 yield given.metric, given.where

@@ -30,7 +30,6 @@ from lightning_gpipe.strategy.batches import (
 )
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.step_metrics import StepMetrics
-from lightning_gpipe.strategy.step_values import is_sum
 
 
 @dataclass(slots=True)
@@ -209,9 +208,8 @@ class MicroBatchSteps:
 
         def known(results: Sequence[Tensor], name: str) -> Tensor | None:
             recipes = list(map(values.recipe_of, results))
-            if not results[0].is_floating_point() and all(map(is_sum, recipes)):
-                return None  # they are added
-            return values.of_mini_batch(recipes, weights, name)
+            adds = not results[0].is_floating_point()
+            return values.of_mini_batch(recipes, weights, name, adds)
 
         with torch.no_grad():
             steps.log.replay(self._trainer.lightning_module.log, weights, sizes)

@@ -60,9 +60,9 @@ class StepMetrics:
         self._calls: dict[tuple[int, int], int] = {}  # of which, and in which micro-batch
         self._blanks = Blanks()
         self._default_dtype = torch.get_default_dtype()
-        self._aggregates = Aggregates()
         #: What the steps of the mini-batch make of what they give, and of means.
         self.values = StepValues()
+        self._aggregates = Aggregates(self.values)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -225,7 +225,7 @@ class StepValues:
         others = [recipe for recipe in known if isinstance(recipe, Other)]
         if not others:
             return None
-        rest = [other for other in others if not is_sum(other)]
+        rest = [other for other in others if not _is_sum(other)]
         if not rest and isinstance(result, Tensor):
             quotient = self._quotient(trace, name_of(func), args[0], result)
             if quotient is not None:
@@ -255,6 +255,7 @@ class StepValues:
         recipes: Sequence[Recipe | None],
         weights: Sequence[float],
         what: str,
+        adds: bool = False,
     ) -> Tensor | None:
         """A value for the mini-batch, once its means are told and its metrics are through.
 
@@ -262,11 +263,12 @@ class StepValues:
             recipes: How it comes about in each micro-batch.
             weights: How much each of them counts in means.
             what: What it is, for the warning.
+            adds: Whether a sum's values are added, as whole numbers are that steps return.
 
         Returns:
             The value; None if it isn't known.
         """
-        if len(recipes) == 1 or not any(recipes):
+        if len(recipes) == 1 or not any(recipes) or (adds and all(map(_is_sum, recipes))):
             return None
         if None not in recipes:
             with suppress(LookupError):
@@ -354,7 +356,7 @@ def _count_of(
     return counted.sum()
 
 
-def is_sum(recipe: Recipe | None) -> bool:
+def _is_sum(recipe: Recipe | None) -> bool:
     """Whether a value is known to be a sum over samples."""
     return isinstance(recipe, Other) and recipe.function == _SUM
 
