@@ -109,6 +109,13 @@ def test_a_name_that_cannot_be_cut(part: nn.Module, problem: str) -> None:
         find_backbone(module(body=part), "body")
 
 
+def test_a_wrong_name_is_told_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"no such submodule\. Its nn\.ModuleList: 'blocks'"):
+        find_backbone(gpt(), "block")
+    with pytest.raises(ValueError, match="It has neither an nn"):
+        find_backbone(module(body=nn.Linear(2, 2)), "backbone")
+
+
 def test_names_of_backbones() -> None:
     inner = nn.Sequential(*layers())
     assert find_backbone(module(body=nn.Sequential(nn.Linear(2, 2), inner)), "body.1") == "body.1"

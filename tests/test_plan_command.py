@@ -163,5 +163,9 @@ def test_what_goes_with_a_file_alone_is_told() -> None:
     for given in (["--trainer.devices=2"], ["--no-data"]):
         with pytest.raises(SystemExit, match="goes with a configuration file alone"):
             cli.main(["plan", f"{__name__}:made", "--devices", "2", *given])
+    with pytest.raises(SystemExit, match="--memroy 16GB: is no option of plan"):
+        cli.main(["plan", f"{__name__}:made", "--devices", "2", "--memroy", "16GB"])
+    with pytest.raises(SystemExit, match=r"memory must be None, a whole .*, got memory='16'"):
+        cli.main(["plan", f"{__name__}:made", "--devices", "2", "--memory", "16"])
     with pytest.raises(SystemExit, match=r"There is no file nowhere\.yaml"):
         cli.main(["plan", "nowhere.yaml"])

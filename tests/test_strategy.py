@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lightning_gpipe
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy.world import Layout
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.scripts import run as run_script
@@ -49,6 +50,15 @@ def test_registered_under_its_name() -> None:
         ({"start_method": "thread"}, "start_method must be one of .popen.*fork"),
         ({"timeout": 1800}, r"timeout must be a datetime.timedelta .* got timeout=1800\."),
         ({"timeout": timedelta(0)}, "timeout must be a datetime.timedelta above zero"),
+        ({"backbone": ""}, "backbone must be None or the dotted name of a submodule"),
+        ({"backbone": nn.Sequential(nn.Tanh())}, "dotted name of a .*, got a Sequential\\."),
+        ({"deferred_batch_norm": "False"}, "deferred_batch_norm must be True or False, got .*'Fal"),
+        ({"shard_optimizer_state": None}, "shard_optimizer_state must be True or False"),
+        ({"save_distributed_checkpoint": "no"}, "save_distributed_checkpoint must be True or"),
+        ({"broadcast_buffers": "no"}, "broadcast_buffers must be True or False"),
+        ({"gradient_as_bucket_view": "no"}, "gradient_as_bucket_view must be True or False"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be None or a number of MiB, got .*'25'"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb must be None or a number of MiB"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], problem: str) -> None:
@@ -177,7 +187,7 @@ def refused(
             {},
             "no such submodule. Its nn.Sequential: 'features', 'classifier'",
         ),
-        (models.Around, {"backbone": "before"}, {}, "must be an nn.Sequential"),
+        (models.Around, {"backbone": "before"}, {}, "must be an nn.Sequential.* an nn.ModuleList"),
         (models.Module, {"balance": [1, 2]}, {}, "give 2 numbers that add up to 6"),
         (
             models.Module,
@@ -220,6 +230,17 @@ def test_the_other_lightning_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     assert repr(GPipeStrategy(8, stages=2)) == "GPipeStrategy(chunks=8, stages=2)"
     monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
     assert "for lightning.Trainer, not for pytorch_lightning.Trainer" in repr(GPipeStrategy(8))
+
+
+def test_one_device_for_several_stages() -> None:
+    with pytest.raises(ValueError, match=r"1 process can't .* stages=2.* devices='auto' means one"):
+        Layout(0, 1, 2, 1).check()
+
+
+@pytest.mark.parametrize("name", ["replicas", "stage", "is_last", "is_distributed"])
+def test_a_place_before_there_are_devices(name: str) -> None:
+    with pytest.raises(RuntimeError, match="no devices yet: the Trainer sets them"):
+        getattr(GPipeStrategy(8), name)
 
 
 def test_fewer_layers_than_stages() -> None:

@@ -118,19 +118,31 @@ def _checked(module: nn.Module, name: str) -> str:
     try:
         body = module.get_submodule(name)
     except AttributeError:
-        found = ", ".join(repr(key) for key, _ in _outermost(module, "")) or "none"
         raise ValueError(
-            f"backbone={name!r}: {type(module).__name__} has no such submodule. Its nn.Sequential:"
-            f" {found}."
+            f"backbone={name!r}: {type(module).__name__} has no such submodule. {_found(module)}"
         ) from None
     if not _is_sequential(body) and type(body) is not nn.ModuleList:
         raise ValueError(
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
-            " nn.Sequential that keeps nn.Sequential.forward, or lightning_gpipe.Blocks."
+            " nn.Sequential that keeps nn.Sequential.forward, an nn.ModuleList that the model loops"
+            f" over, or lightning_gpipe.Blocks. {_found(module)}"
         )
     if not body._modules:
         raise ValueError(f"backbone={name!r} has no layers: name one that has some.")
     return name
+
+
+def _found(module: nn.Module) -> str:
+    """What could be named in place of a wrong name."""
+    found = [
+        f"Its {kind}: {', '.join(map(repr, names))}."
+        for kind, bodies in (
+            ("nn.Sequential", _outermost(module, "")),
+            ("nn.ModuleList", _lists(module, "")),
+        )
+        if (names := [key for key, _ in bodies])
+    ]
+    return " ".join(found) or "It has neither an nn.Sequential nor an nn.ModuleList of two or more."
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

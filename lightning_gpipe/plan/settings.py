@@ -45,6 +45,13 @@ class Settings:
                 f" virtual_stages={self.virtual_stages!r}."
             )
         object.__setattr__(self, "virtual_stages", int(self.virtual_stages))
+        if not (self.backbone is None or (isinstance(self.backbone, str) and self.backbone)):
+            raise ValueError(
+                "backbone must be None or the dotted name of a submodule, such as 'model.layers',"
+                f" got {_shown(self.backbone)}."
+            )
+        for name in ("deferred_batch_norm", "save_distributed_checkpoint", "shard_optimizer_state"):
+            check_flag(name, getattr(self, name))
         check_choice("step", self.step, get_args(StepMode))
         check_choice("schedule", self.schedule, get_args(ScheduleName))
         if self.step == "mini-batch" and self.schedule not in ("auto", "fill_drain"):
@@ -53,7 +60,7 @@ class Settings:
                 " step='mini-batch' the loss needs all outputs: give step='micro-batch', too."
             )
         _check_balance(self.balance)
-        object.__setattr__(self, "memory_limit", _limit(self.memory_limit))
+        object.__setattr__(self, "memory_limit", memory_size("memory_limit", self.memory_limit))
         object.__setattr__(self, "checkpoint", _checkpoint(self.checkpoint))
 
     @property
@@ -140,8 +147,8 @@ def _checkpoint(value: object) -> Checkpoint | Literal["auto"]:
     )
 
 
-def _limit(value: object) -> int | None:
-    """A number of bytes, or a text such as "16GB" or "15.5 GiB"."""
+def memory_size(name: str, value: object) -> int | None:
+    """The bytes that an argument says as a number, or as a text such as "16GB" or "15.5 GiB"."""
     if value is None:
         return None
     if is_count(value):
@@ -154,9 +161,20 @@ def _limit(value: object) -> int | None:
         if nbytes:
             return nbytes
     raise ValueError(
-        "memory_limit must be None, a whole number of bytes from 1, or a text such as '16GB' or"
-        f" '15.5GiB', got memory_limit={value!r}."
+        f"{name} must be None, a whole number of bytes from 1, or a text such as '16GB' or"
+        f" '15.5GiB', got {name}={value!r}."
     )
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check that an argument is True or False, and no text, which counts as true."""
+    if value not in (True, False):
+        raise ValueError(f"{name} must be True or False, got {name}={value!r}.")
+
+
+def _shown(value: object) -> str:
+    """A value, or its type where that is all that is worth a line."""
+    return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

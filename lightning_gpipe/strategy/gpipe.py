@@ -160,7 +160,6 @@ class GPipeStrategy(PlanningStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        refusals.refuse_comm_state(ddp_comm_state, self._settings)
         self._options = DataParallelOptions(
             bucket_cap_mb,
             gradient_as_bucket_view,
@@ -169,6 +168,7 @@ class GPipeStrategy(PlanningStrategy):
             ddp_comm_state,
             ddp_comm_wrapper,
         )
+        refusals.refuse_options(self._options, self._settings)
         self._logged = LoggedSettings()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

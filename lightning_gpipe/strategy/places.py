@@ -117,6 +117,8 @@ class PlacedStrategy(ParallelStrategy):
     @property
     def _layout(self) -> Layout:
         settings = self._settings
+        if not self.stages:
+            raise RuntimeError("The strategy has no devices yet: the Trainer sets them.")
         return Layout(
             self.global_rank,
             self.world_size,

@@ -27,7 +27,7 @@ from lightning_gpipe.plan.balance import known_flops
 from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.planner import Choices, Planner
 from lightning_gpipe.plan.plans import Plans
-from lightning_gpipe.plan.settings import Settings, is_count
+from lightning_gpipe.plan.settings import Settings, is_count, memory_size
 from lightning_gpipe.plan.timing import layer_times
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy.pretended_step import BackboneCall, call_of
@@ -100,7 +100,7 @@ class PlanningStrategy(SavingStrategy):
             raise ValueError(f"flops must be operations in a second, above 0, got flops={flops!r}.")
         settings = self._settings
         if memory is not None:
-            settings = replace(settings, memory_limit=memory)
+            settings = replace(settings, memory_limit=memory_size("memory", memory))
         given: dict[str, Any] = {
             "stages": stages,
             "chunks": chunks,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable
+from math import inf
+from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,9 +25,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.plan.fitting import usable_memory
 from lightning_gpipe.plan.optimizer_state import couples_parameters
-from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.settings import Settings, check_flag
 from lightning_gpipe.strategy.world import Layout
 
 _OTHER_PRECISIONS = (
@@ -126,6 +129,23 @@ def refuse_steps(trainer: pl.Trainer) -> None:
                 "BatchSizeFinder runs out of memory on purpose, from which step='micro-batch' can't"
                 f" go on: to search for the batch size {remedy}"
             )
+
+
+def refuse_options(options: DataParallelOptions, settings: Settings) -> None:
+    """Refuse options of the replicas that PyTorch's reducer would misread, or that can't work.
+
+    Raises:
+        ValueError: With what the argument may be, or what to do instead.
+    """
+    for name in ("gradient_as_bucket_view", "broadcast_buffers"):
+        check_flag(name, getattr(options, name))
+    size: Any = options.bucket_cap_mb
+    is_size = isinstance(size, Real) and not isinstance(size, bool) and 0 <= float(size) < inf
+    if size is not None and not is_size:
+        raise ValueError(
+            f"bucket_cap_mb must be None or a number of MiB, got bucket_cap_mb={size!r}."
+        )
+    refuse_comm_state(options.comm_state, settings)
 
 
 def refuse_comm_state(state: object, settings: Settings) -> None:

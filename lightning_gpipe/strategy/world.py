@@ -91,10 +91,11 @@ class Layout:
                 " script of its own, or give GPipeStrategy(start_method='spawn')."
             )
         if self.world_size % self.stages:
+            hint = " (On a CPU, devices='auto' means one.)" if self.world_size == 1 else ""
             raise ValueError(
-                f"{self.world_size} processes can't be divided into pipelines of"
-                f" stages={self.stages}: choose devices x num_nodes as a multiple of stages, or"
-                " stages='auto' for one pipeline per node."
+                f"{self.world_size} process{'es' * (self.world_size > 1)} can't be divided into"
+                f" pipelines of stages={self.stages}: choose devices x num_nodes as a multiple of"
+                f" stages, or stages='auto' for one pipeline per node.{hint}"
             )
 
 
