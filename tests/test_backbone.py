@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,51 @@ def test_a_wrong_name_is_told_what_there_is() -> None:
         find_backbone(gpt(), "block")
     with pytest.raises(ValueError, match="It has neither an nn"):
         find_backbone(module(body=nn.Linear(2, 2)), "backbone")
+
+
+class Kept(models.Module):
+    """A network whose parts were put into one sequence, and which was kept."""
+
+    def build(self) -> None:
+        self.net = nn.Module()
+        self.net.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.net.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.net.last = nn.Linear(6, 6)
+        self.backbone = nn.Sequential(*self.net.first, *self.net.second, self.net.last)
+
+
+def test_a_sequence_of_a_model_s_parts_is_taken() -> None:
+    assert find_backbone(Kept(), None) == "backbone"
+    parts = nn.Sequential(*layers()), nn.Sequential(*layers())
+    inside = module(a=parts[0], b=nn.Sequential(*parts), c=nn.Sequential(*layers()))
+    with pytest.raises(ValueError, match="several") as error:
+        find_backbone(inside, None)
+    assert [key for key in "abc" if f"'{key}': " in str(error.value)] == ["b", "c"]
+
+
+class Deleted(Kept):
+    def build(self) -> None:
+        super().build()
+        del self.net
+
+
+def kept(kind: type[Kept], devices: int) -> tuple[dict[str, Tensor], str]:
+    torch.manual_seed(1)
+    strategy = GPipeStrategy(2) if devices > 1 else "auto"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state = train(kind(), devices=devices, strategy=strategy, max_steps=3)
+    return state, " ".join(str(warning.message) for warning in told)
+
+
+def test_a_sequence_of_a_model_s_parts_trains_and_tells_that_they_are_kept() -> None:
+    ((plain, _),) = run_ranks(kept, 1, Kept, 1)
+    found = run_ranks(kept, 2, Kept, 2)
+    for state, _ in found:
+        torch.testing.assert_close(state, plain, rtol=0, atol=1e-10)
+    assert "100% of the parameters of the backbone 'backbone' are in" in found[0][1]
+    assert "such as 'net.first.0'. Every stage holds these" in found[0][1]
+    assert all("another name" not in told for _, told in run_ranks(kept, 2, Deleted, 2))
 
 
 def test_names_of_backbones() -> None:

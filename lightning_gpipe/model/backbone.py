@@ -26,8 +26,8 @@ def find_backbone(
         module: The user's module.
         name: Dotted name given by the user; ``None``: take the only :class:`Blocks`; an
             ``nn.ModuleList`` that holds more parameters than any ``nn.Sequential``; the only
-            outermost ``nn.Sequential`` of two or more layers; or the one that holds 80 % of the
-            parameters and of the operations.
+            outermost ``nn.Sequential`` of two or more layers, or the one that has the layers of all
+            others; or the one that holds 80 % of the parameters and of the operations.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
     Raises:
@@ -35,7 +35,7 @@ def find_backbone(
     """
     if name is not None:
         return _checked(module, name)
-    candidates = dict(_outermost(module, ""))
+    candidates = _without_parts(dict(_outermost(module, "")))
     marked = [key for key, body in candidates.items() if isinstance(body, Blocks)]
     if len(marked) == 1:
         return marked[0]
@@ -77,6 +77,20 @@ def find_backbone(
     )
 
 
+def _without_parts(candidates: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out those all of whose layers another one has, too, and more.
+
+    So it is where a model's parts were put into one sequence, and the model was kept.
+    """
+    layers = {key: set(body.children()) for key, body in candidates.items()}
+    held = {key: set(body.modules()) for key, body in candidates.items()}
+    return {
+        key: body
+        for key, body in candidates.items()
+        if not any(layers[key] <= held[k] and not layers[k] <= held[key] for k in held)
+    }
+
+
 def _otherwise(shares: Mapping[str, float]) -> str:
     """How to cut a part of the model all the same."""
     if not shares:
@@ -99,11 +113,13 @@ def _recipe(module: nn.Module, candidates: Sequence[str]) -> str:
         for key, child in module.get_submodule(parent).named_children()
         if not isinstance(child, nn.modules.loss._Loss) and not hasattr(child, "compute")  # metrics
     ]
+    kept = place if parent else ", ".join(f"self.{key}" for key in candidates)
     return (
         "If they are called one after another, make one nn.Sequential of them and of what is called"
         f" between them, in that order: `self.backbone = nn.Sequential({', '.join(parts)})`, with"
         " nn.Flatten(1) and so on where the forward does more than call its parts, and call it"
-        " instead. If values pass by some of them, as in a U-Net, let the layers hand tuples on."
+        f" instead. Then `del {kept}`: layers that stand under two names are held by every stage."
+        " If values pass by some of them, as in a U-Net, let the layers hand tuples on."
     )
 
 

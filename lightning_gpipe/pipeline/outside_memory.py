@@ -59,7 +59,7 @@ class OutsideMemory:
         for slot in (*self.placement.own, *self.placement.replicated):
             size = slot.tensor.numel() * slot.tensor.element_size()
             size *= _COPIES if slot.tensor.requires_grad else 1
-            if slot.is_outside:
+            if slot.is_outside and not slot.parts:
                 outside += size
             else:
                 inside += size

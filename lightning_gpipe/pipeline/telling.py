@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_gpipe.model.parameters import outside_modules, parameter_count
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.chunks import largest_micro_batch, micro_batches
@@ -63,6 +64,8 @@ def tell_cut(
             break
     else:
         _warn_of_time_first(backbone, around, sample)
+    if groups.stages > 1:
+        _warn_of_second_names(module, backbone, around)
     is_replicated = around.settings.step == "mini-batch"
     for name, part in (body if is_replicated else module).named_modules():
         if getattr(part, "scale_grad_by_freq", False) and chunks > 1:
@@ -80,6 +83,25 @@ def tell_cut(
             " Or move what you can into the backbone, or name another one with"
             " GPipeStrategy(backbone=...)."
         )
+
+
+def _warn_of_second_names(module: nn.Module, backbone: str, around: Surroundings) -> None:
+    """Warn of a network that was kept after its layers were put into the backbone."""
+    body = module.get_submodule(backbone)
+    inside, outside = set(body.modules()), set(outside_modules(module, body))
+    total, twice = parameter_count([body]), parameter_count(inside & outside)
+    if not total or twice / total <= OUTSIDE_LIMIT:
+        return
+    name = next(
+        name
+        for name, part in module.named_modules(remove_duplicate=False)
+        if part in inside & outside and not f"{name}.".startswith(f"{backbone}.")
+    )
+    around.warn(
+        f"{twice / total:.0%} of the parameters of the backbone '{backbone}' are in modules that"
+        f" have another name, too, such as '{name}'. Every stage holds these: delete the attribute,"
+        " or make it a local variable, so that each stage holds its own layers alone."
+    )
 
 
 def _warn_of_time_first(backbone: str, around: Surroundings, sample: Any) -> None:
