@@ -672,3 +672,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         7.0,
     )  # each from the moment that its trace counts from
     assert flow["id"] == "0:3"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"every_n_steps": 0}, {"every_n_steps": "5"}, {"timeline": 3}, {"timeline": [-1]}],
+)
+def test_bad_arguments_of_a_monitor(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be"):
+        PipelineMonitor(**arguments, picture=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import lightning as L
@@ -435,3 +436,15 @@ def test_a_metric_of_a_step_is_the_replicas_own(step: str) -> None:
     assert expected[0]["error_step"] != expected[1]["error_step"]
     for rank, found in enumerate(run_ranks(measured, 4, 2, step)):
         torch.testing.assert_close(found, expected[rank // 2], rtol=1e-6, atol=1e-6)
+
+
+def told_by_replicas() -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(Odd(), devices=2, max_steps=1, strategy=GPipeStrategy(2, stages=1))
+    return [str(warning.message) for warning in told]
+
+
+def test_replicas_warn_of_no_argument_that_nobody_gave() -> None:
+    for told in run_ranks(told_by_replicas, 2):
+        assert not any("broadcast_buffers" in text for text in told)

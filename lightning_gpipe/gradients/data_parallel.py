@@ -9,6 +9,7 @@ its own gradient is complete. What no replica used is told apart afterwards.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,7 +133,9 @@ class DataParallel:
         """Make a reducer for parameters, some of which a user may have frozen for the moment."""
         self._parameters = [p for p in self._own if p in parameters]
         options, group = self._options, self._groups.siblings.data
-        with _trainable(self._parameters):
+        with _trainable(self._parameters), warnings.catch_warnings():
+            # newer versions of PyTorch have another name for what this one has, too
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
             self._ddp = DistributedDataParallel(
                 nn.ParameterList(self._parameters),
                 process_group=group,

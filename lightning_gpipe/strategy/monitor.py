@@ -18,7 +18,7 @@ from lightning_gpipe.monitor import picture, table, trace
 from lightning_gpipe.monitor.figures import Figures
 from lightning_gpipe.monitor.hints import hints
 from lightning_gpipe.pipeline.module import PipelinedModule
-from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.plan.settings import Settings, is_count
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.loggers import log_picture
 from lightning_gpipe.strategy.monitored import Monitored
@@ -59,7 +59,7 @@ class PipelineMonitor(Callback):
 
     Raises:
         ModuleNotFoundError: If there is a picture to draw, and no matplotlib.
-        ValueError: If ``every_n_steps`` isn't positive; at a run's setup, if the Trainer's strategy
+        ValueError: If an argument has a wrong value; at a run's setup, if the Trainer's strategy
             isn't GPipeStrategy.
     """
 
@@ -72,8 +72,12 @@ class PipelineMonitor(Callback):
         folder: str | Path | None = None,
         table: bool = True,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
+        if every_n_steps is not None and not is_count(every_n_steps):
+            raise ValueError(
+                f"every_n_steps must be None or a whole number from 1, got {every_n_steps!r}."
+            )
+        if isinstance(timeline, (int, str)) or not all(is_count(step + 1) for step in timeline):
+            raise ValueError(f"timeline must be a list of steps from 0, got timeline={timeline!r}.")
         if timeline and picture:
             _require_matplotlib()
         self._every, self._timeline, self._folder = every_n_steps, frozenset(timeline), folder
