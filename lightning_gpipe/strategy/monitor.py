@@ -76,7 +76,9 @@ class PipelineMonitor(Callback):
             raise ValueError(
                 f"every_n_steps must be None or a whole number from 1, got {every_n_steps!r}."
             )
-        if isinstance(timeline, (int, str)) or not all(is_count(step + 1) for step in timeline):
+        if isinstance(timeline, (int, str)) or not all(
+            step == 0 or is_count(step) for step in timeline
+        ):
             raise ValueError(f"timeline must be a list of steps from 0, got timeline={timeline!r}.")
         if timeline and picture:
             _require_matplotlib()
