@@ -50,12 +50,18 @@ def data(is_padded: bool = False) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), SAMPLES)
 
 
-def told(reduce: Any, is_padded: bool = False, step: Any = "micro-batch", **options: Any) -> str:
+def told(
+    reduce: Any,
+    is_padded: bool = False,
+    step: Any = "micro-batch",
+    chunks: int = 4,
+    **options: Any,
+) -> str:
     """What a run warns of."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         options = {"devices": 1, "max_epochs": 2, **options}
-        strategy = GPipeStrategy(4, step=step)
+        strategy = GPipeStrategy(chunks, step=step)
         train(Losses(reduce), data(is_padded), strategy=strategy, **options)
     texts = [str(each.message) for each in found if "The loss" in str(each.message)]
     assert len(texts) <= 1
@@ -355,6 +361,8 @@ def test_a_sum_is_told(name: str) -> None:
 def test_nothing_is_told_of_a_mean(name: str) -> None:
     assert told(MEANS[name]) == ""
     assert told(MEANS[name], accumulate_grad_batches=2) == ""
+    if name != "of signs":  # which is made for micro-batches of four
+        assert told(MEANS[name], chunks=8) == ""
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -405,6 +413,29 @@ def test_what_is_normalised_by_micro_batches_is_told(name: str) -> None:
     text = told(lambda _, x, y: NORMALISED[name](x, y, weights_of(x)))
     assert "have a mean of 0 or 1, or a sum of 1, in each micro-batch" in text or name == "to one"
     assert text
+
+
+@pytest.mark.parametrize("name", ["by the mean", "advantages", "a baseline", "targets"])
+@pytest.mark.parametrize("chunks", [5, 6, 8])
+def test_it_is_told_of_few_samples(name: str, chunks: int) -> None:
+    text = told(lambda _, x, y: NORMALISED[name](x, y, weights_of(x)), chunks=chunks)
+    assert "have a mean of 0 or 1" in text
+
+
+def test_one_sample_tells_nothing_of_it() -> None:
+    def reduce(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        w = weights_of(x)
+        return -((w - w.mean()) * x.log_softmax(1)[:, 0]).mean()
+
+    assert "have a mean of 0 or 1" in told(reduce, chunks=10)  # 2 of them, or 1
+
+
+@pytest.mark.parametrize("labels", [(0.0, 1.0), (-1.0, 1.0), (0.1, 0.9)])
+def test_labels_of_two_samples_are_no_normalised_numbers(labels: tuple[float, float]) -> None:
+    def reduce(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(x[:, 0], torch.tensor(labels))
+
+    assert told(reduce, chunks=8) == ""
 
 
 def test_weights_mend_it() -> None:

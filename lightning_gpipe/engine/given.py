@@ -25,6 +25,8 @@ def class_weights(node: Any) -> Tensor | None:
 def is_normalised(node: Any, samples: int) -> bool:
     """Whether an operation takes a number per sample, of which the mean is 0 or 1, or the sum is 1.
 
+    The sum of two numbers says nothing: as labels that were smoothed may be 0.1 and 0.9.
+
     Args:
         node: The loss's.
         samples: How many there are.
@@ -38,8 +40,8 @@ def is_normalised(node: Any, samples: int) -> bool:
             continue
         if isinstance(given, Tensor) and _is_per_sample(given, samples):
             total, size = float(given.sum(dtype=torch.float64)), float(given.abs().max())
-            means = [abs(total), abs(total - samples), abs(total - 1)]
-            if min(means) <= _ROUNDING * samples * size and not _are_few(given):
+            means = [abs(total), abs(total - samples), *([abs(total - 1)] if samples > 2 else [])]
+            if min(means) <= _ROUNDING * samples * size and not _are_few(given, samples):
                 return True
     return False
 
@@ -74,7 +76,7 @@ def _is_per_sample(given: Tensor, samples: int) -> bool:
     return is_flat and given.is_floating_point() and not given.requires_grad
 
 
-def _are_few(given: Tensor) -> bool:
-    """Whether there are two numbers at most, as for two classes, or whole ones."""
+def _are_few(given: Tensor, samples: int) -> bool:
+    """Whether more samples have two numbers at most, as for two classes, or all are whole ones."""
     given = given.detach()
-    return len(given.unique()) <= 2 or bool((given == given.round()).all())
+    return len(given.unique()) <= min(2, samples - 1) or bool((given == given.round()).all())

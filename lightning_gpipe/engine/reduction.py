@@ -49,14 +49,14 @@ class _Seen:
         divisors: Those that anything else is divided by, samples too.
         shares: Those that sums over samples are divided by, for each element of a sample.
         weights: Of classes.
-        is_normalised: Whether it uses numbers with a mean of 0 or 1.
+        is_normalised: Whether it uses numbers with a mean of 0 or 1; None: one sample can't tell.
     """
 
     counts: list[float] = field(default_factory=list)
     divisors: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    is_normalised: bool = False
+    is_normalised: bool | None = None
 
 
 @dataclass(slots=True)
@@ -112,7 +112,8 @@ class Reductions:
                 self._has_sum = True
         seen.weights = [w for node in of_samples if (w := class_weights(node)) is not None]
         seen.divisors += divisors_of(of_samples)
-        seen.is_normalised = any(is_normalised(node, samples) for node in of_samples)
+        if samples > 1:
+            seen.is_normalised = any(is_normalised(node, samples) for node in of_samples)
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_samples, late)
         # in all micro-batches, since a random order may be the same; it takes time and memory
@@ -175,7 +176,7 @@ class Reductions:
                 f" {len(seen)} micro-batches' quotients, which isn't the mini-batch's quotient."
                 " Use GPipeStrategy(step='mini-batch')."
             )
-        if all(each.is_normalised for each in seen):
+        if {each.is_normalised for each in seen} - {None} == {True}:
             return (
                 "The loss uses numbers that have a mean of 0 or 1, or a sum of 1, in each"
                 " micro-batch, such as weights that were divided by their mean, or advantages less"
