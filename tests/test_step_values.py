@@ -381,6 +381,51 @@ def test_a_range_of_micro_batches_is_refused() -> None:
         told(Images, 1)
 
 
+class Explains(Classifier):
+    """A metric that needs two samples, of mini-batches whose last micro-batch has one."""
+
+    is_called = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.explained = torchmetrics.R2Score()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.backbone(batch[0])
+        run = self.explained if self.is_called else self.explained.update
+        run(scores[:, 0], batch[0][:, 0])
+        return functional.mse_loss(scores, batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("explained", self.explained.compute())
+        self.explained.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: Tensor = self.backbone(batch[0])
+        return found
+
+    def train_dataloader(self) -> Any:
+        data = super().train_dataloader().dataset
+        return DataLoader(data, batch_size=7)
+
+
+def test_a_metric_of_one_sample_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"two samples.*R2Score was given a micro-batch of one"):
+        told(Explains, 1)
+
+
+class Updates(Explains):
+    """Does what the refusal says."""
+
+    is_called = False
+
+
+def test_what_it_tells_to_do() -> None:
+    expected = told(Updates, 0)
+    for found in run_ranks(told, 2, Updates, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 class OwnReset(L.LightningModule):
     """Its metric's reset is replaced on the object, as by a mock."""
 

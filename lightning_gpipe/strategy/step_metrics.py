@@ -219,7 +219,7 @@ class StepMetrics:
                 blank = self._blanks.of(measure)
                 if call not in self._of_mini_batch:
                     self._of_mini_batch[call] = blank.clone()
-                value = forward(*args, **kw)
+                value = _of_micro_batch(measure, partial(forward, *args, **kw), self.values)
                 self._of_mini_batch[call].update(*args, **kw)
         result = self._arrived(trace, measure, value, where)
         self.values.give(call, result)
@@ -286,6 +286,25 @@ class StepMetrics:
         state = channel.broadcast("metric", state, source=source)
         if channel.index != source:
             metric.__dict__.update(state, _computed=None)
+
+
+def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:
+    """What a metric gives for a micro-batch.
+
+    Raises:
+        ValueError: If it gives nothing for one sample, with what to do.
+    """
+    try:
+        return forward()
+    except ValueError as error:
+        if values.samples > 1:
+            raise
+        raise ValueError(
+            f"{error} {type(measure).__name__} was given a micro-batch of one sample: lower"
+            " `chunks`, so that every micro-batch has at least two, and for a small last batch use"
+            " DataLoader(drop_last=True). Or call its update in the step, and log its compute() in"
+            " on_train_epoch_end."
+        ) from error
 
 
 def _refuse(measure: _Measure, chunks: int) -> None:
