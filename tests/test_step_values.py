@@ -238,6 +238,7 @@ class Validates(Classifier):
             "of weights": lambda: torch.ones(4, CLASSES).norm(),
             "masked": lambda: (errors * mask).sum() / mask.sum(),
             "by number": lambda: errors.sum().div(int(mask.sum())),
+            "of bounded": lambda: (errors * mask).sum() / mask.sum().clamp(min=6),
             "explained": lambda: 1 - errors.sum() / ((inputs - inputs.mean(0)) ** 2).sum(),
             "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
             "sum": lambda: functional.mse_loss(scores, inputs, reduction="sum") + error,
@@ -279,7 +280,7 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     assert "makes of all samples of each" in text
 
 
-@pytest.mark.parametrize("what", ["masked", "by number", "explained", "overlap"])
+@pytest.mark.parametrize("what", ["of bounded", "explained", "overlap"])
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text
@@ -298,6 +299,8 @@ def test_nothing_is_told_of_what_may_be_a_mean(what: str) -> None:
 @pytest.mark.parametrize(
     "what",
     [
+        "masked",
+        "by number",
         "by samples' number",
         "by elements",
         "by columns",
@@ -332,10 +335,23 @@ class Padded(Classifier):
         self.log("left out", found.detach(), on_step=True, on_epoch=True)
         self.log("perplexity", functional.nll_loss(scores, targets, ignore_index=1).exp())
         self.log("both", found / 2 + error)
+        self.quotients((scores > 0.3).long(), (inputs > 0).long(), inputs > -1)
         self.log("none", functional.cross_entropy(scores, targets))
         self.averages["left out"].update(found)
         self.log("root", self.averages["root"](error.sqrt()))
         return found
+
+    def quotients(self, found: Tensor, expected: Tensor, kept: Tensor) -> None:
+        """Log what counts by itself."""
+        right = (found == expected).double()
+        self.log("accuracy", (right * kept).sum() / kept.sum())
+        self.log("root of it", ((right * kept).sum() / kept.sum()).sqrt())
+        self.log("error", 1 - (right * kept).sum().div(int(kept.sum())))
+        both, either = (found * expected).sum(0), (found | expected).sum(0)
+        self.log("overlap", (both / either).mean())
+        for i, (one, other) in enumerate(zip(both, either, strict=True)):
+            self.log(f"overlap of {i}", one / other)
+        self.log("dice", (2 * both.sum() + 0) / (found.sum() + expected.sum()))
 
     def on_validation_epoch_end(self) -> None:
         for name, mean in self.averages.items():

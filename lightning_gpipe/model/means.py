@@ -13,6 +13,7 @@ _MEANS = {"mean", "nanmean", "cross_entropy", "kl_div"}
 _MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16"}
 _SAME |= {"as_tensor", "asarray", "cpu", "cuda", "reshape", "squeeze", "view"}
+_PARTS = {"__getitem__", "flatten", "select", "sum", "unbind"}
 _SUMS = {"add", "sub", "subtract", "__add__", "__radd__", "__sub__", "__rsub__"}
 _MULTIPLES = {"mul", "multiply", "div", "divide", "true_divide", "neg", "negative"}
 _MULTIPLES |= {"__mul__", "__rmul__", "__truediv__", "__neg__"}
@@ -36,6 +37,23 @@ def is_mean(
     if name in _SAME:
         return is_known_mean(tensors[0])
     return name in _SUMS and all(map(is_known_mean, tensors))
+
+
+def is_linear(
+    name: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a function gives a sum, a multiple or a part of what it is given.
+
+    Args:
+        name: The function's.
+        tensors: What it is given.
+        args: The same, with all else.
+        kwargs: The same.
+    """
+    if name in _SUMS:  # Python's sum begins with 0
+        others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+        return all(value == 0 for value in others)
+    return name in _SAME or name in _PARTS or (name in _MULTIPLES and len(tensors) == 1)
 
 
 def _may_count(value: Any) -> bool:

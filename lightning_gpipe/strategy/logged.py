@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.strategy.batches import weighted_mean
-from lightning_gpipe.strategy.step_values import Recipe, StepValues
+from lightning_gpipe.strategy.recipes import Recipe
+from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)

@@ -29,7 +29,8 @@ from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
 from lightning_gpipe.strategy.blank_metrics import Blanks
 from lightning_gpipe.strategy.metric_states import MetricStates
-from lightning_gpipe.strategy.step_values import Call, StepValues
+from lightning_gpipe.strategy.recipes import Call
+from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
 _Measure: TypeAlias = Metric | MetricCollection

@@ -10,102 +10,50 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_gpipe.comm.looks import is_due
-from lightning_gpipe.model.means import is_known_mean, is_mean
+from lightning_gpipe.model.means import is_known_mean, is_linear, is_mean
 from lightning_gpipe.model.remote import name_of, origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
-from lightning_gpipe.strategy.batches import weighted_mean
+from lightning_gpipe.strategy.recipes import (
+    Call,
+    Computed,
+    Given,
+    Mean,
+    Mixed,
+    NoMean,
+    Other,
+    Recipe,
+    functions_of,
+    is_sum,
+    mean_of,
+)
+from lightning_gpipe.strategy.step_rows import (
+    are_of_features,
+    is_of_all,
+    may_be_rows,
+    takes_one,
+    takes_some,
+)
 
-#: A metric, by id, and its how manieth call in a step it is.
-Call: TypeAlias = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean over the samples of a micro-batch.
-
-    Args:
-        value: A scalar.
-        count: Over how many it is, where that isn't their number.
-    """
-
-    value: Tensor
-    count: Tensor | None = None
-    is_of_metrics = False
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a metric has given.
-
-    Args:
-        call: To which call.
-        output: Its place among the tensors that the call gave.
-    """
-
-    call: Call
-    output: int
-    is_of_metrics = True
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What a function has made of these.
-
-    Args:
-        function: The function.
-        args: Its positional and named arguments, with recipes for tensors.
-        output: Its place among the tensors that the function made.
-        is_of_metrics: Whether what a metric has given is among them.
-    """
-
-    function: Any
-    args: tuple[tuple[Any, ...], dict[str, Any]]
-    output: int
-    is_of_metrics: bool
-
-
-class Mixed:
-    """What is computed of what a metric has given and other tensors, or was changed in place."""
-
-    is_of_metrics = True
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """What is made of all samples of a micro-batch, and isn't their mean.
-
-    Args:
-        function: What has made it.
-        results: What that has made, which is the same for all micro-batches if it is of weights.
-        divisor: Of a quotient: it is a mean where this counts the samples.
-    """
-
-    function: str
-    results: tuple[Tensor, ...] = ()
-    divisor: Tensor | float | None = None
-    is_of_metrics = False
-
-
-#: How a value comes about.
-Recipe: TypeAlias = Mean | Given | Computed | Mixed | Other
 _MIXED = Mixed()
 #: Functions of all elements that give something else for a mini-batch than the mean of its parts'.
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
 _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
-_SUM, _SUMS = "sum", {"sum", "nansum", "count_nonzero"}
-_SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
+_TOTALS = {"sum", "nansum", "count_nonzero"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
+#: Losses that are means over the targets that count.
+_SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
+#: Functions that put together, or add up, what was computed of samples one by one.
+_TOGETHER = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
+_SUMS = {"__add__", "__iadd__", "__radd__", "add", "add_"}
 
 
 class StepValues:
@@ -113,6 +61,8 @@ class StepValues:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
+        self._of_one: dict[int, weakref.ref[Tensor]] = {}  # computed of one sample's row, by id
+        self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these
         #: Of the micro-batch whose step runs, and whether it is trained by.
@@ -123,12 +73,14 @@ class StepValues:
     def clear(self) -> None:
         """Forget the mini-batch."""
         self._known.clear()
+        self._of_one.clear()
+        self._parted.clear()
         self.of_calls.clear()
 
     def give(self, call: Call, values: Any) -> None:
         """Note what a metric gives a step."""
         for i, tensor in enumerate(tensors_in(values)):
-            self._known[id(tensor)] = weakref.ref(tensor), Given(call, i)
+            self._note(tensor, Given(call, i))
 
     def follow(
         self,
@@ -149,101 +101,110 @@ class StepValues:
             result: What it has made.
             is_free: Whether it does nothing else: changes no tensor, draws no random number.
         """
+        name, made = name_of(func), tensors_in(result)
         recipes = {id(t): self.recipe_of(t) for t in tensors if id(t) in self._known}
         known = [recipe for recipe in recipes.values() if recipe is not None]
-        if not known and _may_be_mean(result):  # as of most losses
-            count = None if self.trains else _count_of(trace, func, args)
-            if count is not None:
-                mean = Mean(trace.values.keep(result), count)
-                self._known[id(result)] = weakref.ref(result), mean
+        if not known and self._is_of_one_sample(name, tensors, args, made):
             return
+        if takes_some(name, *args, self.samples):
+            self._parted.add(trace.micro_batch)
         means = [t for t in tensors if recipes.get(id(t)) is None and _is_mean(t)]
-        if not known and not means:  # as of most functions
+        if not known and (not means or _may_be_mean(result)):  # as of most functions
             if isinstance(result, Tensor):
-                if _is_mean_everywhere(func, tensors, args, result):
-                    self._known[id(result)] = weakref.ref(result), Mean(result.detach().clone())
-                elif (other := self._other(trace, func, tensors, args, result)) is not None:
-                    self._known[id(result)] = weakref.ref(result), other
+                found = self._reduced(trace, name, tensors, args, result)
+                if found is None and not _may_be_mean(result):
+                    found = self._quotient(trace, name, args[0], {}, result)
+                self._note(result, found)
             return
-        made = tensors_in(result)
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
-        other = self._other_of(trace, func, known, args, result)
+        others = [recipe for recipe in known if isinstance(recipe, Other)]
         if known and not is_free:  # what is changed may be seen through other tensors
             self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
-        if other is not None and not is_of_metrics:
-            summed = [t for t in made if self._is_of_all(t)]
-            self._known.update((id(t), (weakref.ref(t), other)) for t in summed)
+        if others and not is_of_metrics:
+            is_whole = len(known) == len(tensors)
+            quotient = self._quotient(trace, name, args[0], recipes, result)
+            keeps = is_whole and is_linear(name, tensors, *args) and all(map(is_sum, known))
+            pairs = dict.fromkeys(pair for other in others for pair in other.made)
+            recipe: Recipe = quotient or Other(tuple(pairs), keeps)
+            for tensor in made:
+                if is_whole or quotient is not None or not tensor.ndim:
+                    self._note(tensor, recipe)
         elif is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
             recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
             args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), args)
             for i, tensor in enumerate(made):
-                recipe = Computed(func, args, i, is_of_metrics)
-                self._known[id(tensor)] = weakref.ref(tensor), recipe
+                self._note(tensor, Computed(func, args, i, is_of_metrics))
         elif is_of_metrics:
-            self._known.update((id(tensor), (weakref.ref(tensor), _MIXED)) for tensor in made)
+            for tensor in made:
+                self._note(tensor, _MIXED)
 
-    def _are_rows(self, tensor: Tensor) -> bool:
-        """Whether it has rows of each sample."""
-        return self.samples > 1 and tensor.ndim > 0 and len(tensor) % self.samples == 0
+    def _note(self, tensor: Tensor, recipe: Recipe | None) -> None:
+        if recipe is not None:
+            self._known[id(tensor)] = weakref.ref(tensor), recipe
 
-    def _is_of_all(self, tensor: Tensor) -> bool:
-        """Whether it can't have a row, or a column, of each sample."""
-        samples = self.samples
-        return not tensor.ndim or (samples > 1 and all(size % samples for size in tensor.shape))
+    def _is_of_one_sample(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        args: tuple[tuple[Any, ...], dict[str, Any]],
+        made: Sequence[Tensor],
+    ) -> bool:
+        """Whether a function computes with the row of a sample, or puts such together."""
+        of_one = sum(1 for t in tensors if (r := self._of_one.get(id(t))) is not None and r() is t)
+        if not of_one and not takes_one(name, *args, self.samples):
+            return False
+        if name not in _TOGETHER and (name not in _SUMS or of_one < 2):
+            self._of_one.update((id(tensor), weakref.ref(tensor)) for tensor in made)
+        return True
 
-    def _other(
+    def _reduced(
         self,
         trace: StepTrace,
-        func: Any,
+        name: str,
         tensors: Sequence[Tensor],
         args: tuple[tuple[Any, ...], dict[str, Any]],
         result: Tensor,
-    ) -> Other | None:
-        """What a function makes of tensors of which nothing is known, if it isn't a mean."""
-        name, (_, kwargs) = name_of(func), args
-        if name in _SUMS or kwargs.get("reduction") == "sum":
-            name, is_other = _SUM, self._is_of_all(result)
-        elif name in _OTHERS:
-            is_other = not result.ndim
-        else:
-            quotient = self._quotient(trace, name, args[0], result)
-            is_scaled = quotient is not None and not isinstance(quotient.divisor, Tensor)
-            return None if is_scaled and result.ndim else quotient
-        if is_other and self._are_rows(tensors[0]):
-            return Other(name, (trace.values.keep(result),))
+    ) -> Recipe | None:
+        """What a function makes of samples, as far as it isn't known to be a plain mean."""
+        kwargs, is_total = args[1], name in _TOTALS or args[1].get("reduction") == "sum"
+        if name in _OTHERS or name in ("mean", "nanmean") or is_total:
+            is_mean_of = not (is_total or name in _OTHERS)
+            rows, samples = tensors[0], self.samples
+            is_found = not result.ndim and not is_mean_of and may_be_rows(rows, samples)
+            if trace.micro_batch not in self._parted:
+                is_found = is_found or are_of_features(name, rows, *args, result, samples)
+            if is_found:
+                value = trace.values.keep(result)
+                return Mean(value) if is_mean_of else Other(((name, value),), is_total)
+        if _may_be_mean(result):
+            count = None if self.trains else _count_of(trace, name, args[0], kwargs)
+            return None if count is None else Mean(trace.values.keep(result), count, counts=True)
+        if _is_mean_everywhere(name, tensors, args, result):
+            return Mean(result.detach().clone())
         return None
 
-    def _other_of(
+    def _quotient(
         self,
         trace: StepTrace,
-        func: Any,
-        known: Sequence[Recipe],
-        args: tuple[tuple[Any, ...], dict[str, Any]],
+        name: str,
+        args: tuple[Any, ...],
+        recipes: Mapping[int, Recipe | None],
         result: Any,
-    ) -> Other | None:
-        """What a function makes of some that are no means."""
-        others = [recipe for recipe in known if isinstance(recipe, Other)]
-        if not others:
+    ) -> Mean | None:
+        """What a function has divided by something, if it may be a mean."""
+        if name not in _QUOTIENTS or len(args) != 2 or not isinstance(args[0], Tensor):
             return None
-        rest = [other for other in others if not _is_sum(other)]
-        if not rest and isinstance(result, Tensor):
-            quotient = self._quotient(trace, name_of(func), args[0], result)
-            if quotient is not None:
-                return quotient
-        first = (rest or others)[0]
-        results = (value for other in others for value in other.results)
-        return replace(first, results=tuple(dict.fromkeys(results)))
-
-    def _quotient(
-        self, trace: StepTrace, name: str, args: tuple[Any, ...], result: Tensor
-    ) -> Other | None:
-        """What a function has divided by something, unless it has a row of each sample."""
-        if name not in _QUOTIENTS or len(args) != 2 or not self._is_of_all(result):
+        divided, (_, divisor) = recipes.get(id(args[0])), args
+        by, is_number = recipes.get(id(divisor)), not isinstance(divisor, Tensor)
+        if divided is not None and not is_sum(divided):
             return None
-        divisor: Tensor | float = args[1]
-        if isinstance(divisor, Tensor):
-            divisor = trace.values.keep(divisor)
-        return Other(name, divisor=divisor)
+        if divided is None:  # rows may be divided, and what is a mean without that
+            is_other = by is not None and not is_sum(by)
+            if is_other or not is_of_all(result, self.samples) or (is_number and result.ndim):
+                return None
+        counts = divided is not None and (is_number or is_sum(by))
+        kept = divisor if is_number else trace.values.keep(divisor)
+        return Mean(trace.values.keep(result), kept, counts)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
@@ -268,12 +229,16 @@ class StepValues:
         Returns:
             The value; None if it isn't known.
         """
-        if len(recipes) == 1 or not any(recipes) or (adds and all(map(_is_sum, recipes))):
+        if len(recipes) == 1 or not any(recipes) or (adds and all(map(is_sum, recipes))):
             return None
+        is_quotient = False
         if None not in recipes:
-            with suppress(LookupError):
-                value: Tensor = self._made(recipes, weights)
-                return value
+            try:
+                with suppress(LookupError):
+                    value: Tensor = self._made(recipes, weights)
+                    return value
+            except NoMean:
+                is_quotient = True
         if any(recipe is not None and recipe.is_of_metrics for recipe in recipes):
             rank_zero_warn(
                 f"{what} is the mean over micro-batches of what a metric gives: it is computed of"
@@ -282,34 +247,30 @@ class StepValues:
                 " GPipeStrategy(step='mini-batch')."
             )
         others = [recipe for recipe in recipes if isinstance(recipe, Other)]
-        if len(others) < len(recipes) or what in self._warned:
+        if what in self._warned or (len(others) < len(recipes) and not is_quotient):
             return None
         self._looks[what] += 1
-        if is_due(self._looks[what]):
-            self._warn(what, others, weights)
+        if is_quotient or is_due(self._looks[what]):
+            self._warn(what, None if is_quotient else functions_of(others))
         return None
 
-    def _warn(
-        self,
-        what: str,
-        others: Sequence[Other],
-        weights: Sequence[float],
-    ) -> None:
-        """Warn, once, of what isn't the mean of its micro-batches' values."""
-        divisors = [other.divisor for other in others if other.divisor is not None]
-        if len(divisors) == len(others):
-            if _are_alike(divisors, weights):
-                return
+    def _warn(self, what: str, functions: Sequence[str] | None) -> None:
+        """Warn, once, of what isn't the mean of the micro-batches' values.
+
+        Args:
+            what: What it is.
+            functions: What has made it of all samples of each; None: it is a quotient.
+        """
+        if functions is None:
             why = (
                 "quotients whose divisors aren't in proportion to their samples. If a divisor"
                 " counts what the mean is over, such as tokens, give it to self.log as batch_size;"
                 " else"
             )
-        elif any(map(_differ, zip(*(other.results for other in others), strict=False))):
+        elif functions:
             why = (
-                f"what '{others[0].function}' makes of all samples of each, which isn't the"
-                " mini-batch's. Log it with reduce_fx='sum', 'max' or 'min' if it is that of"
-                " samples,"
+                f"what '{functions[0]}' makes of all samples of each, which isn't the mini-batch's."
+                " Log it with reduce_fx='sum', 'max' or 'min' if it is that of samples,"
             )
         else:
             return
@@ -325,9 +286,7 @@ class StepValues:
         if len(kinds) > 1 or not kinds.isdisjoint((Mixed, Other)):
             raise LookupError
         if isinstance(last, Mean):
-            counts = [recipe.count for recipe in recipes]
-            own = None if None in counts else torch.stack(counts).tolist()
-            return weighted_mean([recipe.value for recipe in recipes], own or weights)
+            return mean_of(recipes, weights)
         if isinstance(last, Given):
             return self.of_calls[last.call][last.output].detach().clone()
         if isinstance(last, Computed):
@@ -343,36 +302,16 @@ class StepValues:
 
 
 def _count_of(
-    trace: StepTrace, func: Any, args: tuple[tuple[Any, ...], dict[str, Any]]
+    trace: StepTrace, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     """Over how many targets a loss is a mean that leaves some out; None: it isn't known."""
-    kwargs = args[1]
-    if name_of(func) not in _SKIPPING or kwargs.get("weight") is not None:
+    if name not in _SKIPPING or kwargs.get("weight") is not None:
         return None
-    targets = args[0][1]
+    targets = args[1]
     if targets.is_floating_point() or trace.where(targets) is not None:
         return None
     counted: Tensor = targets != kwargs.get("ignore_index", _IGNORED)
     return counted.sum()
-
-
-def _is_sum(recipe: Recipe | None) -> bool:
-    """Whether a value is known to be a sum over samples."""
-    return isinstance(recipe, Other) and recipe.function == _SUM
-
-
-def _differ(values: tuple[Tensor, ...]) -> bool:
-    return not all(torch.equal(value, values[0]) for value in values)
-
-
-def _are_alike(divisors: Sequence[Tensor | float], weights: Sequence[float]) -> bool:
-    """Whether all divisors are the same, or in proportion to the weights."""
-    found = [torch.as_tensor(d, dtype=torch.float64).cpu() for d in divisors]
-    first, weight = found[0], weights[0]
-    return all(torch.equal(divisor, first) for divisor in found) or all(
-        divisor.shape == first.shape and torch.allclose(divisor * weight, first * other)
-        for divisor, other in zip(found, weights, strict=True)
-    )
 
 
 def _is_mean(tensor: Tensor) -> bool:
@@ -386,7 +325,7 @@ def _may_be_mean(value: Any) -> bool:
 
 
 def _is_mean_everywhere(
-    func: Any, tensors: Sequence[Tensor], args: tuple[tuple[Any, ...], dict[str, Any]], made: Tensor
+    name: str, tensors: Sequence[Tensor], args: tuple[tuple[Any, ...], dict[str, Any]], made: Tensor
 ) -> bool:
     """Whether a function has made a mean that every stage has, as of the batch."""
-    return origin_of(made) is None and not made.ndim and is_mean(name_of(func), tensors, *args)
+    return origin_of(made) is None and not made.ndim and is_mean(name, tensors, *args)

@@ -1,0 +1,153 @@
+"""How values of a step come about, as far as that tells what they are for the mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.model.remote import told
+from lightning_gpipe.strategy.batches import weighted_mean
+
+#: A metric, by id, and its how manieth call in a step it is.
+Call: TypeAlias = tuple[int, int]
+
+
+class NoMean(Exception):
+    """The mini-batch's quotient isn't known by those of its micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over the samples of a micro-batch.
+
+    Args:
+        value: A scalar, or one for each feature.
+        divisor: What a quotient is divided by; None: it isn't one.
+        counts: Whether the divisor is added up over micro-batches, as what is divided is.
+    """
+
+    value: Tensor
+    divisor: Tensor | float | None = None
+    counts: bool = False
+    is_of_metrics = False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a metric has given.
+
+    Args:
+        call: To which call.
+        output: Its place among the tensors that the call gave.
+    """
+
+    call: Call
+    output: int
+    is_of_metrics = True
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a function has made of these.
+
+    Args:
+        function: The function.
+        args: Its positional and named arguments, with recipes for tensors.
+        output: Its place among the tensors that the function made.
+        is_of_metrics: Whether what a metric has given is among them.
+    """
+
+    function: Any
+    args: tuple[tuple[Any, ...], dict[str, Any]]
+    output: int
+    is_of_metrics: bool
+
+
+class Mixed:
+    """What is computed of what a metric has given and other tensors, or was changed in place."""
+
+    is_of_metrics = True
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """What is made of all samples of a micro-batch, and isn't their mean.
+
+    Args:
+        made: The functions that have made it, and what each of them gave.
+        is_sum: Whether it is a sum over samples.
+    """
+
+    made: tuple[tuple[str, Tensor], ...]
+    is_sum: bool = False
+    is_of_metrics = False
+
+
+#: How a value comes about.
+Recipe: TypeAlias = Mean | Given | Computed | Mixed | Other
+
+
+def is_sum(recipe: Recipe | None) -> bool:
+    """Whether a value is known to be a sum over samples."""
+    return isinstance(recipe, Other) and recipe.is_sum
+
+
+def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
+    """The mini-batch's mean of those of its micro-batches.
+
+    Args:
+        means: Those.
+        weights: How much each micro-batch counts, unless that is known better.
+
+    Raises:
+        NoMean: If these are quotients whose divisors are neither whole numbers of what is counted
+            nor in proportion to the weights.
+    """
+    values = [told(mean.value) for mean in means]
+    given = [told(mean.divisor) for mean in means if mean.divisor is not None]
+    if len(given) == len(means):
+        divisors = _stacked(given, values[0].device)
+        if all(mean.counts for mean in means) and torch.equal(divisors, divisors.round()):
+            return _counted(_stacked(values, values[0].device), divisors).to(values[0].dtype)
+        if not _are_alike(divisors, weights):
+            raise NoMean
+    mean: Tensor = weighted_mean(values, weights)
+    return mean
+
+
+def _stacked(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Values as numbers that count exactly."""
+    tensors = [torch.as_tensor(value, device=device) for value in values]
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        raise NoMean
+    stacked = torch.stack(tensors)
+    return stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+
+
+def _counted(values: Tensor, counts: Tensor) -> Tensor:
+    """The mean of means over so many: nothing counts where there was none."""
+    missing = [1] * (values.ndim - counts.ndim)
+    counts = counts.view(len(counts), *missing, *counts.shape[1:])
+    sums = torch.where(counts == 0, torch.zeros_like(values), values * counts)
+    return sums.sum(0) / counts.sum(0)
+
+
+def functions_of(others: Sequence[Other]) -> list[str]:
+    """The functions that have given something else in one micro-batch than in another.
+
+    What is computed of weights is the same in all.
+    """
+    uses = zip(*(other.made for other in others), strict=False)
+    return [use[0][0] for use in uses if not all(torch.equal(value, use[0][1]) for _, value in use)]
+
+
+def _are_alike(divisors: Tensor, weights: Sequence[float]) -> bool:
+    """Whether all divisors are the same, or in proportion to the weights."""
+    first, counts = divisors[:1], _stacked(weights, divisors.device)
+    by_weight = first * counts.view(-1, *[1] * (divisors.ndim - 1))
+    is_one = torch.equal(divisors, first.expand_as(divisors))
+    return is_one or torch.allclose(divisors * counts[0], by_weight)
