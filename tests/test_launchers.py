@@ -180,6 +180,32 @@ def test_processes_can_be_started_after_what_a_notebook_did(
     assert screen.rstrip().endswith("trained on 2"), screen
 
 
+OTHER_NUMBER = """
+import sys
+from lightning_gpipe import GPipeStrategy
+from tests.models import Around
+from tests.training import trainer
+
+if __name__ == "__main__":
+    for devices in map(int, sys.argv[1:]):
+        trainer(devices=devices, strategy=GPipeStrategy(3), max_epochs=1).fit(Around())
+"""
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
+def test_an_earlier_trainers_processes_are_too_few_or_too_many(
+    first: int, then: int, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(OTHER_NUMBER)
+    command = [sys.executable, str(tmp_path / "train.py"), str(first), str(then)]
+    code, screen = scripts.run(
+        command, 120, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
+    )
+    assert code, screen
+    said = f"has started {first} processes, and this one has {then}. A script runs from its top"
+    assert said in screen, screen
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere two sockets can't share a port")
 def test_nobody_takes_the_port_while_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_gpipe.failure.screen import say
 
-#: In the environment of the processes that one starts: which it is.
+#: In the environment of the processes that one starts: which it is, and how many a node has then.
 STARTED_BY = "LIGHTNING_GPIPE_STARTED_BY"
 _TICK_S = 0.2
 #: The processes of this node that this one has started, by local rank less one.
@@ -38,8 +38,9 @@ def _parent_of(said: str) -> int | None:
     return int(said)
 
 
+_starter, _, _number = os.environ.pop(STARTED_BY, "").partition(" ")
 #: The process of local rank 0, in those that it has started.
-_parent = _parent_of(os.environ.pop(STARTED_BY, ""))
+_parent = _parent_of(_starter)
 
 
 class PatientlySeen:
@@ -72,6 +73,25 @@ class PatientlySeen:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
+
+
+def refuse_another_number(processes: int) -> None:
+    """Refuse to wait for processes that nobody will start, since an earlier Trainer has.
+
+    Args:
+        processes: Of this node, for the Trainer that is about to run.
+
+    Raises:
+        RuntimeError: If the earlier one had another number, on all ranks alike.
+    """
+    started = len(children) + 1 if children else int(_number) if _parent is not None else processes
+    if started != processes:
+        raise RuntimeError(
+            f"An earlier Trainer of this script has started {started} processes, and this one has"
+            f" {processes}. A script runs from its top in each of them, so all its Trainers share"
+            " them: keep runs with different numbers of devices in scripts of their own, or give"
+            " GPipeStrategy(start_method='spawn')."
+        )
 
 
 def wait_for_children(seconds: float) -> None:

@@ -22,7 +22,12 @@ from typing_extensions import override
 
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.strategy import _lightning, advice, returning
-from lightning_gpipe.strategy.children import STARTED_BY, PatientlySeen, children
+from lightning_gpipe.strategy.children import (
+    STARTED_BY,
+    PatientlySeen,
+    children,
+    refuse_another_number,
+)
 from lightning_gpipe.strategy.rendezvous import keep_port, leave_before_fork
 
 
@@ -53,6 +58,7 @@ class ScriptLauncher(_lightning.ScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.cluster_environment.creates_processes_externally:
             self.procs = self._seen()  # an earlier Trainer's launcher has started them
+            refuse_another_number(self.num_processes)
         self.is_running = True
         try:
             result = super().launch(function, *args, **kwargs)
@@ -63,7 +69,7 @@ class ScriptLauncher(_lightning.ScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
-        os.environ[STARTED_BY] = str(os.getpid())
+        os.environ[STARTED_BY] = f"{os.getpid()} {self.num_processes}"
         keep_port(self.cluster_environment)
         try:
             super()._call_children_scripts()
