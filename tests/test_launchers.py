@@ -180,6 +180,23 @@ def test_processes_can_be_started_after_what_a_notebook_did(
     assert screen.rstrip().endswith("trained on 2"), screen
 
 
+@pytest.mark.parametrize(("arguments", "given"), [(["-"], True), ([], True), (["-c"], False)])
+def test_a_script_that_is_in_no_file(arguments: list[str], given: bool) -> None:
+    text = "from tests.launched import main; main('popen', 1, 'never')"
+    ended = subprocess.run(
+        [sys.executable, *arguments, *([] if given else [text])],
+        input=text if given else None,
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode, ended.stderr
+    assert "came from standard input or 'python -c'. Put it into a file" in ended.stderr
+    assert "Rank 1 ended" not in ended.stderr
+
+
 OTHER_NUMBER = """
 import sys
 from lightning_gpipe import GPipeStrategy

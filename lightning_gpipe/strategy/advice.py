@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import signature
@@ -67,6 +68,20 @@ def refuse_notebook(start_method: str) -> None:
         ' notebook is no script: use GPipeStrategy(start_method="fork"), and call no CUDA function'
         " before the Trainer does."
     )
+
+
+def refuse_no_file() -> None:
+    """Say how processes start where Python has read the script from no file.
+
+    Raises:
+        RuntimeError: If it hasn't.
+    """
+    if sys.argv[:1] in ([], [""], ["-"], ["-c"]):
+        raise RuntimeError(
+            "start_method='popen' starts the script once more for every process, and this one is in"
+            " no file: it came from standard input or 'python -c'. Put it into a file, or use"
+            ' GPipeStrategy(start_method="fork").'
+        )
 
 
 def refuse_fork_of_autograd() -> None:
