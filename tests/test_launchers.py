@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.strategy import rendezvous
+from lightning_gpipe.strategy import advice, rendezvous
 from tests import scripts
 from tests.models import Around
 from tests.ranks import free_port
@@ -195,6 +196,13 @@ def test_a_script_that_is_in_no_file(arguments: list[str], given: bool) -> None:
     assert ended.returncode, ended.stderr
     assert "came from standard input or 'python -c'. Put it into a file" in ended.stderr
     assert "Rank 1 ended" not in ended.stderr
+
+
+def test_copies_of_what_a_script_starts_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice.warn_in_child()  # not here
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    with pytest.warns(UserWarning, match=r"with all that it starts.*start_method='spawn'"):
+        advice.warn_in_child()
 
 
 OTHER_NUMBER = """

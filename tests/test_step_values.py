@@ -238,6 +238,7 @@ class Validates(Classifier):
             "of weights": lambda: torch.ones(4, CLASSES).norm(),
             "masked": lambda: (errors * mask).sum() / mask.sum(),
             "by number": lambda: errors.sum().div(int(mask.sum())),
+            "halved": lambda: errors.sum() / 2,
             "of bounded": lambda: (errors * mask).sum() / mask.sum().clamp(min=6),
             "explained": lambda: 1 - errors.sum() / ((inputs - inputs.mean(0)) ** 2).sum(),
             "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
@@ -280,7 +281,7 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     assert "makes of all samples of each" in text
 
 
-@pytest.mark.parametrize("what", ["of bounded", "explained", "overlap"])
+@pytest.mark.parametrize("what", ["halved", "of bounded", "explained", "overlap"])
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text

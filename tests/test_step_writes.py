@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -61,6 +62,31 @@ class Writes(Names):
         self.log("local", local.sum())
         self.log("beside", beside.sum())
         return loss
+
+
+class Centred(Names):
+    """Keeps a running mean, and subtracts it."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("centre", torch.zeros(models.WIDTH))
+
+    def judge(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        loss = functional.mse_loss(out - self.centre, y)
+        self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+        return loss
+
+
+class Reads(Names):
+    """Changes no buffer but those of batch norm."""
+
+    def build(self) -> None:
+        super().build()
+        self.norm = nn.BatchNorm1d(models.WIDTH)
+        self.register_buffer("centre", torch.ones(models.WIDTH))
+
+    def judge(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        return functional.mse_loss(self.norm(out) - self.centre, y)
 
 
 class Compares(Names):
@@ -170,3 +196,26 @@ def test_as_a_plain_trainer(kind: type[Names], chunks: int, stages: int) -> None
     expected = trained(kind, 0, 0)
     found = run_ranks(trained, stages, kind, stages, chunks)[0]
     torch.testing.assert_close(found, expected)
+
+
+def texts_of(kind: type[Names], stages: int, chunks: int) -> list[str]:
+    """What a run warns of buffers."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trained(kind, stages, chunks)
+    texts = [str(each.message) for each in found]
+    return [text for text in texts if "changes the buffer" in text]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("kind", "name"), [(Writes, "queue"), (Centred, "centre")])
+def test_changed_buffers_are_told_of(kind: type[Names], name: str, stages: int) -> None:
+    found = run_ranks(texts_of, stages, kind, stages, 3)
+    assert all(len(texts) <= 1 for texts in found)
+    assert any(f"The step changes the buffer '{name}'." in text for (text,) in filter(None, found))
+
+
+@pytest.mark.parametrize("kind", [Reads, Compares])
+def test_nothing_is_told_of_other_buffers(kind: type[Names]) -> None:
+    assert run_ranks(texts_of, 2, kind, 2, 3) == [[], []]
+    assert texts_of(Centred, 1, 1) == []

@@ -33,6 +33,25 @@ class HeldElsewhere(RuntimeError):
     """A step reads the values of a tensor that another stage holds."""
 
 
+_INSTEAD_OF_GRADIENTS = (
+    "For the norm of gradients use trainer.strategy.grad_norm(parameters), for clipping"
+    " trainer.strategy.clip_grad_norm_. What reads gradients one by one runs on every stage: let it"
+    " skip those with p.is_meta."
+)
+_INSTEAD_OF_WEIGHTS = (
+    "A weight of the backbone that the step uses itself must stand outside the backbone, too"
+    " (self.head.weight = self.backbone[0].weight): then every stage holds it. A layer that uses"
+    " another's weight must register it (self.weight = other.weight). For an L1 or L2 term over all"
+    " weights use the optimizer's weight_decay; for the norm of gradients"
+    " trainer.strategy.grad_norm(parameters), for clipping trainer.strategy.clip_grad_norm_; for an"
+    " average of the weights Lightning's EMAWeightAveraging; make copies of the module before the"
+    " Trainer runs, and save it after that, or with trainer.save_checkpoint on every rank. What"
+    " reads weights one by one runs on every stage: let it skip those with p.is_meta. Set weights"
+    " before the Trainer runs. After a run that an error has ended, build the module anew, and load"
+    " a checkpoint."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Who holds a tensor.
@@ -55,18 +74,8 @@ class Holder:
         """The error for whoever reads the tensor."""
         return HeldElsewhere(
             f"{what} reads '{self.name}', which stage {self.stage} (rank {self.rank}) holds; stage"
-            f" {self.here} (rank {self.here_rank}) has its name and shape, and no values. A weight"
-            " of the backbone that the step uses itself must stand outside the backbone, too"
-            " (self.head.weight = self.backbone[0].weight): then every stage holds it. A layer that"
-            " uses another's weight must register it (self.weight = other.weight). For an L1"
-            " or L2 term over all weights use the optimizer's weight_decay; for the norm of"
-            " gradients trainer.strategy.grad_norm(parameters), for clipping"
-            " trainer.strategy.clip_grad_norm_; for an average of the weights Lightning's"
-            " EMAWeightAveraging; make copies of the module before the Trainer runs, and save it"
-            " after that, or with trainer.save_checkpoint on every rank. What reads weights or"
-            " gradients one by one runs on every stage: let it skip those with p.is_meta. Set"
-            " weights before the Trainer runs. After a run that an error has ended, build the"
-            " module anew, and load a checkpoint."
+            f" {self.here} (rank {self.here_rank}) has its name and shape, and no values."
+            f" {_INSTEAD_OF_GRADIENTS if self.name.endswith('.grad') else _INSTEAD_OF_WEIGHTS}"
         )
 
 

@@ -128,11 +128,11 @@ class StepTrace(TorchFunctionMode):
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
         self.follow: Follow | None = None
-        self.is_suspended = False
+        self.is_suspended = self.has_arrived = False  # behind the backbone
 
     def begin(self, micro_batch: int) -> None:
         """Begin the step of a micro-batch."""
-        self.micro_batch, self._calls = micro_batch, 0
+        self.micro_batch, self._calls, self.has_arrived = micro_batch, 0, False
         self._seed(micro_batch, 0)
 
     @contextmanager
@@ -153,6 +153,7 @@ class StepTrace(TorchFunctionMode):
             results: The tensors that came out: remote ones where they aren't here.
             where: The stages that have them.
         """
+        self.has_arrived = True
         self.made("backbone", results, where)
         self._seed(self.micro_batch, self._calls)
         if self.uses is not None:

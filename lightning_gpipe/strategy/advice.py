@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -81,6 +82,17 @@ def refuse_no_file() -> None:
             "start_method='popen' starts the script once more for every process, and this one is in"
             " no file: it came from standard input or 'python -c'. Put it into a file, or use"
             ' GPipeStrategy(start_method="fork").'
+        )
+
+
+def warn_in_child() -> None:
+    """Warn of what a script starts that is run once more, where it has started this process."""
+    if multiprocessing.parent_process() is not None:
+        rank_zero_warn(
+            "start_method='popen' runs the script from its top for every other process, with all"
+            " that it starts: this Trainer is in a process that multiprocessing has started, and so"
+            " will be another one for each. Where several train at a time, some wait for others in"
+            " vain: give GPipeStrategy(start_method='spawn')."
         )
 
 

@@ -29,7 +29,9 @@ from lightning_gpipe.strategy.batches import (
     weighted_mean,
 )
 from lightning_gpipe.strategy.logged import StepLog
+from lightning_gpipe.strategy.step_buffers import StepBuffers
 from lightning_gpipe.strategy.step_metrics import StepMetrics
+from lightning_gpipe.strategy.step_mixing import StepMixing
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class _MiniBatch:
         rest: Its other arguments.
         metrics: The module's metrics.
         trains: Whether it returns a loss to train by.
+        buffers: Looks for what it changes; None: nobody looks.
+        mixing: Looks for how it mixes samples; None: nobody looks.
         log: What it logs.
         results: What it returns, without graphs.
     """
@@ -53,6 +57,8 @@ class _MiniBatch:
     rest: tuple[Any, ...]
     metrics: StepMetrics
     trains: bool
+    buffers: StepBuffers | None = None
+    mixing: StepMixing | None = None
     log: StepLog = field(init=False)
     results: list[Any] = field(default_factory=list)
 
@@ -67,12 +73,18 @@ class _MiniBatch:
         """Run the step of a micro-batch."""
         self.log.begin(m)
         self.metrics.values.samples, self.metrics.values.trains = self.sizes[m], self.trains
-        self.metrics.follow()
+        if self.mixing is not None:
+            self.mixing.begin(tensors_of(self.parts[m]), self.sizes[m])
+        self.metrics.follow(self.mixing.follow if self.mixing is not None else None)
+        if not m and self.buffers is not None:
+            self.buffers.begin()
         result = self.step(self.parts[m], *self.rest)
         if self.trains:
             result = _with_scalar(result)
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
+            if self.buffers is not None:
+                self.buffers.end()
             self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
         weight = result.get("weight") if isinstance(result, Mapping) else None
         loss = _loss_of(result)
@@ -94,6 +106,8 @@ class MicroBatchSteps:
         self._first: list[Tensor] | None = None  # of the first batch
         self._places = defaultdict[tuple[Any, ...], Places](Places)
         self._fixed = defaultdict[tuple[Any, ...], dict[str, int]](dict)  # lists, see merge
+        self._mixing = StepMixing()
+        self._buffers = StepBuffers(trainer.lightning_module, pipeline.backbone)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -129,6 +143,9 @@ class MicroBatchSteps:
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[("training",)])
         self._look_for_constants(columns_of(batch))
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
+        if len(parts) > 1:
+            steps.buffers = self._buffers
+            steps.mixing = self._mixing if self._mixing.is_looked_at() else None
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
         try:

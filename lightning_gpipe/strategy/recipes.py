@@ -105,18 +105,27 @@ def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
 
     Raises:
         NoMean: If these are quotients whose divisors are neither whole numbers of what is counted
-            nor in proportion to the weights.
+            nor in proportion to the weights, or sums divided by a number for all micro-batches.
     """
     values = [told(mean.value) for mean in means]
     given = [told(mean.divisor) for mean in means if mean.divisor is not None]
     if len(given) == len(means):
         divisors = _stacked(given, values[0].device)
+        if _is_scaled(means, weights):
+            raise NoMean
         if all(mean.counts for mean in means) and torch.equal(divisors, divisors.round()):
             return _counted(_stacked(values, values[0].device), divisors).to(values[0].dtype)
         if not _are_alike(divisors, weights):
             raise NoMean
     mean: Tensor = weighted_mean(values, weights)
     return mean
+
+
+def _is_scaled(means: Sequence[Mean], weights: Sequence[float]) -> bool:
+    """Whether sums are divided by one number that isn't one of samples, such as 2."""
+    divisors = {mean.divisor for mean in means if isinstance(mean.divisor, (int, float))}
+    is_one = all(mean.counts for mean in means) and len(divisors) == 1 < len(means)
+    return is_one and float(divisors.pop() or 0) % float(weights[0] or 1) != 0
 
 
 def _stacked(values: Sequence[Any], device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.model.remote import Where, tensors_in
-from lightning_gpipe.model.step_trace import StepTrace
+from lightning_gpipe.model.step_trace import Follow, StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
 from lightning_gpipe.strategy.blank_metrics import Blanks
@@ -103,10 +103,11 @@ class StepMetrics:
             for tracker in self._trackers:
                 self._attach(m for m in _outermost(tracker) if id(m) not in known)
 
-    def follow(self) -> None:
-        """Follow the step of a micro-batch. In the step."""
+    def follow(self, also: Follow | None = None) -> None:
+        """Follow the step of a micro-batch, as another does. In the step."""
         if (trace := self._pipeline.step_trace) is not None:
-            trace.follow = self.values.follow
+            own = self.values.follow
+            trace.follow = own if also is None else partial(_both, own, also)
 
     def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
         """End the last step of a mini-batch: note what it gives. In the step.
@@ -287,6 +288,11 @@ class StepMetrics:
         state = channel.broadcast("metric", state, source=source)
         if channel.index != source:
             metric.__dict__.update(state, _computed=None)
+
+
+def _both(one: Follow, other: Follow, *what: Any) -> None:
+    one(*what)
+    other(*what)
 
 
 def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:

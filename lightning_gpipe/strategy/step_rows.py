@@ -40,12 +40,12 @@ def takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples
 
 def takes_some(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool:
     """Whether a function may take rows of some samples alone."""
-    if not _is_given_first(args):
+    if (name != "__getitem__" and name not in _PARTS) or not _is_given_first(args):
         return False
     if name != "__getitem__":
         place = 1 if name in ("narrow", "select", "unbind") else 2
         dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-        is_some = name in _PARTS and dim != -1 and dim <= 0
+        is_some = dim != -1 and dim <= 0
     else:
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
         is_some = _is_number(index) or (isinstance(index, slice) and index != slice(None))

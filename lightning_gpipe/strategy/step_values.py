@@ -150,12 +150,16 @@ class StepValues:
         made: Sequence[Tensor],
     ) -> bool:
         """Whether a function computes with the row of a sample, or puts such together."""
-        of_one = sum(1 for t in tensors if (r := self._of_one.get(id(t))) is not None and r() is t)
+        of_one = sum(map(self._is_of_one, tensors)) if self._of_one else 0
         if not of_one and not takes_one(name, *args, self.samples):
             return False
         if name not in _TOGETHER and (name not in _SUMS or of_one < 2):
             self._of_one.update((id(tensor), weakref.ref(tensor)) for tensor in made)
         return True
+
+    def _is_of_one(self, tensor: Tensor) -> bool:
+        found = self._of_one.get(id(tensor))
+        return found is not None and found() is tensor
 
     def _reduced(
         self,
