@@ -22,6 +22,8 @@ from lightning_gpipe.schedule.simulate import peak_graphs, simulate
 _FACTORS = 0.5, 1.0, 1.5, 2.0, math.inf
 #: What a rank may hold, in shares of the limit.
 _SHARES = 1.0, 0.75, 0.5
+#: How much later messages come now and then than they take, in forwards.
+_LATE = 0.1
 #: How much longer a schedule may be that holds less or has fewer actions: where activations are
 #: re-materialized, to save memory, and where they are kept.
 _SLACK_RECOMPUTED, _SLACK_KEPT = 1.01, 1.005
@@ -51,11 +53,11 @@ def search(
     of weights. The search tries several numbers of micro-batches under way, and of those whose
     backwards are split, and compares with fill-drain and 1F1B. Mini-batch after mini-batch takes a
     schedule's length where ranks wait for each other at a step's end, as to clip by the norm, and
-    else its period; what counts is the mean of both. Of what is as short, it takes what holds the
-    fewest activations where they are re-materialized (within 1 %), and what has the fewest actions
-    where they are kept (within 0.5 %). What it finds is never longer than fill-drain or 1F1B, if
-    these keep the limit. Forwards, backwards and the backwards of weights run in the order of
-    micro-batches in every stage.
+    else its period; what counts is the mean of both. Of what is as short, also where messages come
+    late, it takes what holds the fewest activations where they are re-materialized (within 1 %),
+    and what has the fewest actions where they are kept (within 0.5 %). What it finds is never
+    longer than fill-drain or 1F1B, if these keep the limit. Forwards, backwards and the backwards
+    of weights run in the order of micro-batches in every stage.
 
     Args:
         placement: For each stage its rank.
@@ -76,10 +78,12 @@ def search(
     none = tuple(end for _ in placement)
     found: list[_Found] = []
     shared: dict[Action, Action] = {}
+    late = replace(costs, message=costs.message + _LATE * min(costs.forward))
     # with rounded times what comes almost together does so, and ranks keep in step; nor do they
     # begin something else in the little time that a message takes
     for guess, begins, factors in (
         (costs, split, _FACTORS),
+        (late, split, _FACTORS),
         (costs.rounded(1), split, _FACTORS),
         (replace(costs.rounded(4), message=0.0), split, (1.0, math.inf)),
         (costs, [] if splits_all else [none], (1.0, math.inf)),
@@ -107,6 +111,8 @@ def search(
     slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
     best = slack * min(one.time for one in fit)
     short = [one for one in fit if one.time <= best]
+    times = [_time(one.schedule, late) for one in short]
+    short = [one for one, time in zip(short, times, strict=True) if time <= slack * min(times)]
     if kept == micro_batches:
         return min(short, key=lambda one: (one.actions, one.held, one.time)).schedule
     return min(short, key=lambda one: (one.held, one.actions, one.time)).schedule
@@ -124,6 +130,12 @@ def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list
         for a, b, c in _SPLITS[:tried]
     }
     return list(found)
+
+
+def _time(schedule: Schedule, costs: Costs) -> float:
+    """What a mini-batch takes: the mean of its length and its period."""
+    seen = simulate(schedule, costs)
+    return (seen.length + seen.period) / 2
 
 
 @dataclass(frozen=True, slots=True)
