@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy.recipes import Mean, NoMean, mean_of
 from tests.ranks import run_ranks
 from tests.training import trainer
 
@@ -352,6 +353,7 @@ class Padded(Classifier):
         self.log("overlap", (both / either).mean())
         for i, (one, other) in enumerate(zip(both, either, strict=True)):
             self.log(f"overlap of {i}", one / other)
+        self.log("zero", torch.max(right.new_zeros(()), right[:, 0]).mul(0).sum())
         self.log("dice", (2 * both.sum() + 0) / (found.sum() + expected.sum()))
 
     def on_validation_epoch_end(self) -> None:
@@ -365,6 +367,12 @@ def test_means_over_what_is_no_padding(stages: int) -> None:
     expected = told(Padded, 0)
     for found in run_ranks(told, stages, Padded, stages):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_complex_quotients_count_nothing() -> None:
+    means = [Mean(torch.ones(()), torch.tensor(1j * i)) for i in (1, 2)]
+    with pytest.raises(NoMean):
+        mean_of(means, [1, 1])
 
 
 class Extremes(Classifier):

@@ -42,14 +42,7 @@ def is_mean(
 def is_linear(
     name: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a function gives a sum, a multiple or a part of what it is given.
-
-    Args:
-        name: The function's.
-        tensors: What it is given.
-        args: The same, with all else.
-        kwargs: The same.
-    """
+    """Whether a function gives a sum, a multiple or a part of what it is given; see is_mean."""
     if name in _SUMS:  # Python's sum begins with 0
         others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
         return all(value == 0 for value in others)

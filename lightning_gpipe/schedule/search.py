@@ -16,7 +16,7 @@ from lightning_gpipe.schedule.checkpoint import Checkpoint, recomputed
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.one_f_one_b import one_f_one_b
-from lightning_gpipe.schedule.simulate import peak_graphs, simulate
+from lightning_gpipe.schedule.simulate import Simulation, peak_graphs, simulate
 
 #: Micro-batches under way on a rank at most, in numbers of ranks.
 _FACTORS = 0.5, 1.0, 1.5, 2.0, math.inf
@@ -109,13 +109,13 @@ def search(
     longest = min((one.length for one in known if one.held <= least), default=math.inf)
     fit = [one for one in found if one.held <= least and one.length <= longest]
     slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
-    best = slack * min(one.time for one in fit)
-    short = [one for one in fit if one.time <= best]
-    times = [_time(one.schedule, late) for one in short]
+    best = slack * min(map(_time, fit))
+    short = [one for one in fit if _time(one) <= best]
+    times = [_time(simulate(one.schedule, late)) for one in short]
     short = [one for one, time in zip(short, times, strict=True) if time <= slack * min(times)]
     if kept == micro_batches:
-        return min(short, key=lambda one: (one.actions, one.held, one.time)).schedule
-    return min(short, key=lambda one: (one.held, one.actions, one.time)).schedule
+        return min(short, key=lambda one: (one.actions, one.held, _time(one))).schedule
+    return min(short, key=lambda one: (one.held, one.actions, _time(one))).schedule
 
 
 def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list[tuple[int, ...]]:
@@ -132,12 +132,6 @@ def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list
     return list(found)
 
 
-def _time(schedule: Schedule, costs: Costs) -> float:
-    """What a mini-batch takes: the mean of its length and its period."""
-    seen = simulate(schedule, costs)
-    return (seen.length + seen.period) / 2
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A schedule, its times as in a simulation, and what a rank holds of activations at most."""
@@ -148,14 +142,14 @@ class _Found:
     held: float
 
     @property
-    def time(self) -> float:
-        """What a mini-batch takes: its length or its period."""
-        return (self.length + self.period) / 2
-
-    @property
     def actions(self) -> int:
         """How many there are."""
         return sum(map(len, self.schedule.programs))
+
+
+def _time(seen: _Found | Simulation) -> float:
+    """What a mini-batch takes: its length or its period."""
+    return (seen.length + seen.period) / 2
 
 
 def held(schedule: Schedule) -> float:

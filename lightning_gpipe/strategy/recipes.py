@@ -134,6 +134,8 @@ def _stacked(values: Sequence[Any], device: torch.device) -> Tensor:
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         raise NoMean
     stacked = torch.stack(tensors)
+    if stacked.is_complex():  # it can't count
+        raise NoMean
     return stacked.to(torch.promote_types(stacked.dtype, torch.float32))
 
 

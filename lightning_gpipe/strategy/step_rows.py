@@ -64,10 +64,10 @@ def are_of_features(
 
     Where another dimension may be that of the samples, it doesn't tell.
     """
-    if not made.ndim or made.numel() > _FEATURES:
+    if not given.ndim or not made.ndim or made.numel() > _FEATURES:
         return False
     rows, *features = given.shape
-    is_rows = rows == samples or (len(features) == 1 and rows % samples == 0)
+    is_rows = rows == samples or (len(features) == 1 and may_be_rows(given, samples))
     return is_rows and samples not in features and _is_along_first(name, given, args, kwargs)
 
 
