@@ -484,8 +484,9 @@ class Reads(models.Language):
 class Selects(models.Language):
     def loss(self, batch: Any) -> Tensor:
         tokens, targets = batch
-        chosen = targets > 0
-        return functional.cross_entropy(self(tokens)[chosen], targets[chosen])
+        logits = self(tokens)
+        chosen = logits[..., 0] > 0
+        return functional.cross_entropy(logits[chosen], targets[chosen])
 
 
 class Twice(models.Language):
@@ -577,7 +578,7 @@ REFUSED = {
     Windowed: "Running counts updates.*mini-batch",
     SometimesWeighted: "returned a weight for some micro-batches and none for others",
     Reads: "'item' reads a value of the step that stage 1 has.*in on_train_batch_end",
-    Selects: "'__getitem__' reads a value.*give cross_entropy targets of -100 there",
+    Selects: "'__getitem__' reads a value.*of the batch alone.*targets of -100 there",
     Twice: "calls the backbone twice.*mini-batch.*in a hook",
     Sometimes: "doesn't call the backbone for micro-batch 0",
 }

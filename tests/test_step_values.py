@@ -323,6 +323,8 @@ class Padded(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
+        self.counts = torch.arange(1, CLASSES + 1).double() / 3
+        self.criterion = nn.CrossEntropyLoss(weight=self.counts)
         means = {name: torchmetrics.MeanMetric() for name in ("left out", "root")}
         self.averages = nn.ModuleDict(means).double()
 
@@ -339,9 +341,24 @@ class Padded(Classifier):
         self.log("both", found / 2 + error)
         self.quotients((scores > 0.3).long(), (inputs > 0).long(), inputs > -1)
         self.log("none", functional.cross_entropy(scores, targets))
+        self.log("by name", functional.cross_entropy(input=scores, target=short).exp())
+        self.log("by class", functional.cross_entropy(scores, short, self.counts))
+        self.log("by class, too", self.criterion(scores, short).exp())
+        logits, ones = scores.flatten(), (inputs > 0).double().flatten()
+        weighted = functional.binary_cross_entropy_with_logits(logits, ones, weight=ones + 1)
+        self.log("of elements", weighted.sqrt())
+        self.chosen(scores, inputs, targets)
         self.averages["left out"].update(found)
         self.log("root", self.averages["root"](error.sqrt()))
         return found
+
+    def chosen(self, scores: Tensor, inputs: Tensor, targets: Tensor) -> None:
+        """Log means over elements, or over samples, that a mask chooses."""
+        mask, some = inputs > 0, targets > 2
+        self.log("chosen", (scores - inputs)[mask].abs().mean())
+        self.log("in one column", scores[some, 1].mean() + scores.mean())
+        self.log("selected", functional.l1_loss(scores.masked_select(mask), inputs[mask]).sqrt())
+        self.log("of some", functional.cross_entropy(scores[some], targets[some]))
 
     def quotients(self, found: Tensor, expected: Tensor, kept: Tensor) -> None:
         """Log what counts by itself."""

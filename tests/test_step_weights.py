@@ -32,6 +32,25 @@ class Weighted(models.Language):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Logs(Weighted):
+    """Means over samples, beside a loss that is a mean over the tokens that a mask chooses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        mask = torch.arange(models.LENGTH) <= tokens[:, :1] % models.LENGTH
+        logits = self(tokens)
+        loss = functional.cross_entropy(logits[mask], targets[mask])
+        first = functional.cross_entropy(logits[:, 0], targets[:, 0])
+        norms = functional.mse_loss(logits, torch.zeros_like(logits))
+        self.log("loss", loss)
+        self.log("length", mask.sum(1).double().mean())
+        self.log("score", logits.mean())
+        self.log("norms", norms.sqrt())
+        self.log("perplexity", first.exp())
+        self.log("all", loss + 0.1 * first + norms, on_step=True, on_epoch=True)
+        return {"loss": loss, "weight": mask.sum()}
+
+
 class OnOneReplica(models.Language):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -58,6 +77,25 @@ def test_mini_batches_with_weights_and_without(stages: int) -> None:
     expected = fit("Weighted", 0, numbers)
     for found in run_ranks(fit, stages, "Weighted", stages, numbers):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def logged(stages: int) -> Any:
+    """The weights, and what is logged, of a run."""
+    options: dict[str, Any] = {}
+    if stages:
+        options = {"devices": stages, "strategy": GPipeStrategy(4, step="micro-batch")}
+    module, run = Logs(), trainer(max_epochs=1, **options)
+    run.fit(module)
+    return module.state_dict(), dict(run.callback_metrics)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_weight_is_that_of_the_loss_alone(stages: int) -> None:
+    """Means over samples, or over all elements, count by these."""
+    expected = logged(0)
+    assert len(expected[1]) > 7
+    for found in run_ranks(logged, stages, stages):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
-from lightning_gpipe.model.remote import on_meta, tensors_in
+from lightning_gpipe.model.remote import on_meta, tensors_in, told
 
 _REMEMBERED = 1000
 
@@ -27,6 +28,7 @@ class Outlines:
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The leaves of a result, and the structure around them."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            func, args, kwargs = _without_masks(func, args, kwargs)
             try:
                 kind = func, torch.get_default_dtype(), _kind_of(args), _kind_of(kwargs)
                 known = self._known.get(kind)
@@ -69,6 +71,33 @@ _INSTEAD: dict[Any, Callable[..., Tensor]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
 }
+
+
+def _without_masks(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call that chooses elements by masks whose values are here, with their places instead.
+
+    How many elements a mask chooses, the meta device doesn't know.
+    """
+    if func is Tensor.__getitem__:
+        tensor, index = args
+    elif func in _BY_MASK and len(args) == 2:
+        tensor, index = torch.broadcast_tensors(*args)
+    else:
+        return func, args, kwargs
+    entries = list(map(told, index)) if isinstance(index, tuple) else [told(index)]
+    if not any(map(_is_mask, entries)):
+        return func, args, kwargs
+    places = [entry.nonzero(as_tuple=True) if _is_mask(entry) else (entry,) for entry in entries]
+    return Tensor.__getitem__, (tensor, tuple(chain.from_iterable(places))), {}
+
+
+_BY_MASK = torch.masked_select, Tensor.masked_select
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and entry.dtype == torch.bool and not entry.is_meta
 
 
 def _kind_of(value: Any) -> Any:

@@ -275,8 +275,9 @@ def on_meta(leaf: Any) -> Any:
 #: What to do instead of reading a value, by what reads it.
 _ADVICE = {
     "__getitem__": (
-        " Where a mask leaves samples out, keep their number: give cross_entropy targets of -100"
-        " there, or multiply by the mask, and return {'loss': loss, 'weight': mask.sum()}."
+        " A mask can choose elements if it is computed of the batch alone. Where one of the"
+        " backbone's output does, keep their number: give cross_entropy targets of -100 there, or"
+        " multiply by the mask, and return {'loss': loss, 'weight': mask.sum()}."
     ),
     "_nested_tensor_from_mask_left_aligned": (
         " Build nn.TransformerEncoder with enable_nested_tensor=False."

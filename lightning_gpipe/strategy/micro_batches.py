@@ -155,6 +155,7 @@ class MicroBatchSteps:
         finally:
             self._log = None
         result = self._told(steps, weighting.weights, self._fixed[("training",)])
+        self.metrics.values.is_weighted = isinstance(result, Mapping) and "weight" in result
         if synchronize:
             loss = result["loss"] if isinstance(result, Mapping) else result
             self._pipeline.check(loss)

@@ -28,11 +28,13 @@ class Mean:
         value: A scalar, or one for each feature.
         divisor: What a quotient is divided by; None: it isn't one.
         counts: Whether the divisor is added up over micro-batches, as what is divided is.
+        is_sure: Whether that is known; else it is so if the divisor is a whole number.
     """
 
     value: Tensor
     divisor: Tensor | float | None = None
     counts: bool = False
+    is_sure: bool = False
     is_of_metrics = False
 
 
@@ -113,7 +115,8 @@ def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
         divisors = _stacked(given, values[0].device)
         if _is_scaled(means, weights):
             raise NoMean
-        if all(mean.counts for mean in means) and torch.equal(divisors, divisors.round()):
+        is_whole = all(mean.is_sure for mean in means) or torch.equal(divisors, divisors.round())
+        if all(mean.counts for mean in means) and is_whole:
             return _counted(_stacked(values, values[0].device), divisors).to(values[0].dtype)
         if not _are_alike(divisors, weights):
             raise NoMean

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -49,7 +50,11 @@ _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nan
 _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
-#: Losses that are means over the targets that count.
+#: Means over all elements.
+_OF_ELEMENTS = {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+_BINARY = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_OF_ELEMENTS |= _BINARY
+#: Losses that are means over the targets that count, by the weights of their classes.
 _SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
 #: Functions that put together, or add up, what was computed of samples one by one.
 _TOGETHER = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
@@ -67,6 +72,7 @@ class StepValues:
         self._warned = set[str]()  # of these
         #: Of the micro-batch whose step runs, and whether it is trained by.
         self.samples, self.trains = 0, False
+        self.is_weighted = True  # by what the last mini-batch was trained: by a weight, perhaps
         #: What the calls of metrics give for the mini-batch.
         self.of_calls: dict[Call, Sequence[Tensor]] = {}
 
@@ -118,7 +124,8 @@ class StepValues:
             return
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
         others = [recipe for recipe in known if isinstance(recipe, Other)]
-        if known and not is_free:  # what is changed may be seen through other tensors
+        changed = () if is_free else (*args[0][:1], args[1].get("out"))
+        if any(map(self.recipe_of, changed)):  # other tensors may show it, too
             self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
         if others and not is_of_metrics:
             is_whole = len(known) == len(tensors)
@@ -170,7 +177,7 @@ class StepValues:
         result: Tensor,
     ) -> Recipe | None:
         """What a function makes of samples, as far as it isn't known to be a plain mean."""
-        kwargs, is_total = args[1], name in _TOTALS or args[1].get("reduction") == "sum"
+        is_total = name in _TOTALS or args[1].get("reduction") == "sum"
         if name in _OTHERS or name in ("mean", "nanmean") or is_total:
             is_mean_of = not (is_total or name in _OTHERS)
             rows, samples = tensors[0], self.samples
@@ -180,12 +187,8 @@ class StepValues:
             if is_found:
                 value = trace.values.keep(result)
                 return Mean(value) if is_mean_of else Other(((name, value),), is_total)
-        if _may_be_mean(result):
-            count = None if self.trains else _count_of(trace, name, args[0], kwargs)
-            return None if count is None else Mean(trace.values.keep(result), count, counts=True)
-        if _is_mean_everywhere(name, tensors, args, result):
-            return Mean(result.detach().clone())
-        return None
+        counts = self.is_weighted or not self.trains
+        return _mean_made(trace, name, tensors, args, result, counts)
 
     def _quotient(
         self,
@@ -305,16 +308,52 @@ class StepValues:
         return last
 
 
+def _mean_made(
+    trace: StepTrace,
+    name: str,
+    tensors: Sequence[Tensor],
+    args: tuple[tuple[Any, ...], dict[str, Any]],
+    made: Tensor,
+    counts: bool,
+) -> Mean | None:
+    """A mean that a function has made; None: it made something else, or a plain one.
+
+    Args:
+        trace: Follows the step.
+        name: The function's.
+        tensors: What it was given.
+        args: The same, with all else.
+        made: What it has made.
+        counts: Whether the mean counts by what it is over.
+    """
+    is_everywhere = origin_of(made) is None and not made.ndim and is_mean(name, tensors, *args)
+    if not is_everywhere and not _is_mean(made):
+        return None
+    count = _count_of(trace, name, tensors, args) if counts else None
+    if is_everywhere:  # such as one of the batch
+        return Mean(made.detach().clone(), count, count is not None, is_sure=True)
+    return None if count is None else Mean(trace.values.keep(made), count, True, is_sure=True)
+
+
 def _count_of(
-    trace: StepTrace, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    trace: StepTrace,
+    name: str,
+    tensors: Sequence[Tensor],
+    args: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Tensor | None:
-    """Over how many targets a loss is a mean that leaves some out; None: it isn't known."""
-    if name not in _SKIPPING or kwargs.get("weight") is not None:
+    """What a mean is over: elements, or targets that count; None: it isn't known."""
+    positional, kwargs = args
+    if name in _OF_ELEMENTS and (kwargs.get("weight") is None or name in _BINARY):
+        return torch.tensor(max(tensor.numel() for tensor in tensors[:2]), device="cpu")
+    if name not in _SKIPPING:
         return None
-    targets = args[1]
-    if targets.is_floating_point() or trace.where(targets) is not None:
+    given = dict(zip(("input", "target", "weight"), positional, strict=False)) | kwargs
+    targets, weights = given["target"], given.get("weight")
+    if targets.is_floating_point() or trace.where((targets, weights)) is not None:
         return None
-    counted: Tensor = targets != kwargs.get("ignore_index", _IGNORED)
+    counted: Tensor = targets != given.get("ignore_index", _IGNORED)
+    if weights is not None:
+        counted = weights[torch.where(counted, targets, 0)] * counted
     return counted.sum()
 
 
@@ -326,10 +365,3 @@ def _is_mean(tensor: Tensor) -> bool:
 def _may_be_mean(value: Any) -> bool:
     """Whether it is one if it is a scalar, which takes longer to tell."""
     return isinstance(value, Tensor) and is_known_mean(value)
-
-
-def _is_mean_everywhere(
-    name: str, tensors: Sequence[Tensor], args: tuple[tuple[Any, ...], dict[str, Any]], made: Tensor
-) -> bool:
-    """Whether a function has made a mean that every stage has, as of the batch."""
-    return origin_of(made) is None and not made.ndim and is_mean(name, tensors, *args)
