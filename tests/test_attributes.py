@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.engine.attributes import LayerAttributes
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from tests.in_process import (
     InProcess,
@@ -211,6 +212,33 @@ class FirstTime(Warming):
         return factor * self.linear(x) * self.table[0]
 
 
+class Holds(nn.Module):
+    """Keeps what it is given in a new list each time, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(WIDTH, WIDTH), [""]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held = [str(x.tolist())]
+        return self.linear(x)
+
+
+class Renames(Warming):
+    """Counts its calls in the name of an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after_0 = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        (name,) = (name for name in vars(self) if name.startswith("after_"))
+        calls = int(name.removeprefix("after_")) + 1
+        delattr(self, name)
+        setattr(self, f"after_{calls}", True)
+        return self.linear(x) * (1 + calls / 10)
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "counter": Warming,
     "tensor, replaced": lambda: Cooling(in_place=False),
@@ -233,6 +261,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tensor in a list": lambda: Counting([torch.zeros(1)], in_tensor),
     "parametrized": lambda: nn.utils.parametrizations.orthogonal(Weighted()),
     "first time": FirstTime,
+    "list, replaced": Holds,
+    "name": Renames,
 }
 
 
@@ -255,9 +285,26 @@ def test_a_recompute_leaves_no_trace(kind: str) -> None:
         for step, value in enumerate(inputs()):
             pipeline.step(value, step)
         pipeline.executor.close()
-        state = {"calls", "last", "temperature", "made", "table"} & vars(layer).keys()
+        state = {"calls", "last", "temperature", "made", "table", "held"} & vars(layer).keys()
         left.append({name: str(vars(layer)[name]) for name in state})
     assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("before", [[], (object(),), torch.zeros(2, requires_grad=True)])
+@pytest.mark.parametrize("after", [(1, 2), 3.0])
+def test_a_value_that_is_kept_from_now_on(before: Any, after: Any) -> None:
+    """In the place of one that isn't."""
+    layer = Warming()
+    layer.turn = before
+    attributes = LayerAttributes([layer])
+    attributes.met()
+    layer.turn = after
+    met = attributes.met()
+    layer.turn = later = "another"
+    with attributes.restored(met):
+        assert layer.turn == after
+        layer.turn = before
+    assert layer.turn == later
 
 
 def grows(layer: Any) -> float:

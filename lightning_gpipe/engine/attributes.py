@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.engine.snapshot import Snapshot
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.places import (
     CONTAINERS,
@@ -30,6 +31,7 @@ from lightning_gpipe.model.places import (
     Entries,
     Place,
     has_values,
+    is_frozen,
     own_copy,
 )
 
@@ -49,12 +51,14 @@ class _State(NamedTuple):
         names: Of all that stood there; None: nothing is put back.
         is_fixed: Whether no value can change by itself.
         functions: Names of functions, which may hold tensors.
+        snapshot: Tells whether the same stands there still, where that takes less time.
     """
 
     values: Entries
     names: frozenset[Any] | None
     is_fixed: bool
     functions: tuple[Any, ...] = ()
+    snapshot: Snapshot | None = None
 
     def is_now(self, entries: Entries) -> bool:
         """Whether the same stands there still."""
@@ -112,13 +116,20 @@ class LayerAttributes:
         Args:
             met: What :meth:`kept` gave behind it; it stays as it is.
         """
-        before = []
+        before: list[tuple[Place, Snapshot | None, Any]] = []
         copies: dict[int, Any] = {}
         for place, state in zip(self._places, met, strict=True):
-            if state.names is None or place.is_large:
+            if state.names is None:
+                continue
+            if (snapshot := state.snapshot) is not None:
+                values = snapshot.values()
+                if snapshot.is_same(values):
+                    before.append((place, snapshot, values))
+                    continue
+            if place.is_large:
                 continue
             entries = place.entries()
-            before.append((place, entries))
+            before.append((place, None, entries))
             if not state.is_now(entries):
                 later = {n for n, v in entries.items() if n not in state.names and _is_state(v)}
                 left = {name: v for name, v in entries.items() if name not in later}
@@ -126,12 +137,18 @@ class LayerAttributes:
         try:
             yield
         finally:
-            for place, entries in before:
-                place.put_back(entries)
+            for place, snapshot, found in before:
+                if snapshot is None:
+                    place.put_back(found)
+                elif not snapshot.is_still(found):
+                    place.put_back(dict(zip(snapshot.names, found, strict=True)))
 
 
 def _state_of(place: Place, last: _State, copies: dict[int, Any]) -> _State:
     """What stands in a place now; the last state, if that is the same."""
+    snapshot = last.snapshot
+    if snapshot is not None and snapshot.is_same(snapshot.values()):
+        return last
     if place.is_large:
         return _LEFT
     entries = place.entries()
@@ -140,11 +157,12 @@ def _state_of(place: Place, last: _State, copies: dict[int, Any]) -> _State:
     values = {name: value for name, value in entries.items() if _is_state(value)}
     is_container = place.key is None and isinstance(place.value, CONTAINERS)
     if is_container and len(values) < len(entries):
-        return _LEFT
+        return _LEFT._replace(snapshot=Snapshot.of(place, entries, {}))
     is_fixed = not any(issubclass(type(v), (Tensor, np.ndarray)) for v in values.values())
     is_class = isinstance(place.value, type)  # whose methods stay
     functions = () if is_class else tuple(n for n, v in values.items() if _may_hold(v))
-    return _State(_own(values, copies), frozenset(entries), is_fixed, functions)
+    snapshot = Snapshot.of(place, entries, values) if is_fixed else None
+    return _State(_own(values, copies), frozenset(entries), is_fixed, functions, snapshot)
 
 
 def _may_hold(value: Any) -> bool:
@@ -161,7 +179,8 @@ def _kept(place: Place, state: _State) -> _State:
     gone = {name for name in state.functions if now.get(name) is not state.values[name]}
     if not gone:
         return state
-    return state._replace(values={n: v for n, v in state.values.items() if n not in gone})
+    values = {name: v for name, v in state.values.items() if name not in gone}
+    return state._replace(values=values, snapshot=None)
 
 
 def _can_be_put_back(place: Place) -> bool:
@@ -183,7 +202,7 @@ def _is_state(value: Any) -> bool:
         return True
     if issubclass(kind, (tuple, frozenset)):
         return len(value) <= FEW and all(_is_plain(type(one)) for one in value)
-    if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if is_frozen(kind):
         return all(_is_plain(type(getattr(value, each.name, None))) for each in fields(kind))
     return issubclass(kind, (Tensor, np.ndarray)) and has_values(value)
 

@@ -97,7 +97,9 @@ _BY_MASK = torch.masked_select, Tensor.masked_select
 
 
 def _is_mask(entry: Any) -> bool:
-    return isinstance(entry, Tensor) and entry.dtype == torch.bool and not entry.is_meta
+    """Whether an index is a mask that is here. One without dimensions adds a dimension instead."""
+    is_here = isinstance(entry, Tensor) and not entry.is_meta
+    return is_here and entry.dtype == torch.bool and entry.ndim > 0
 
 
 def _kind_of(value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
 from types import CellType, ModuleType
 from typing import Any, TypeAlias
 
@@ -73,6 +74,19 @@ class Place:
             return {k: v for k, v in [*vars(value).items()] if k not in OF_MODULES}
         return {**_slots_of(value), **(attributes_of(value) or {})}
 
+    def source(self) -> Callable[[], Mapping[Any, Any]] | None:
+        """What gives the dict in which the entries stand; None: they don't stand in one."""
+        value = self.value
+        if isinstance(value, dict):  # or globals
+            return partial(_same, value)
+        if self.key is not None or isinstance(value, (Tensor, np.ndarray, *CONTAINERS)):
+            return None
+        if isinstance(value, (type, ModuleType, nn.Module)):
+            return partial(vars, value)
+        if attributes_of(value) is None or any(True for _ in slots_of(type(value))):
+            return None
+        return partial(object.__getattribute__, value, "__dict__")
+
     def contents(self, buffers: bool = True) -> Contents:
         """What stands there, to compare.
 
@@ -135,6 +149,10 @@ class Place:
                 names.pop(name, None)
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def has_changed(before: Contents, now: Contents) -> bool:
     """Whether what stands in a place is something else than before."""
     if before.keys() != now.keys():
@@ -159,6 +177,11 @@ def own_copy(value: Any) -> Any:
         return value.copy()
     with torch.no_grad():
         return value.clone()
+
+
+def is_frozen(kind: type) -> bool:
+    """Whether it is a dataclass whose fields can't be set."""
+    return is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def base_of(container: Any) -> Any:
