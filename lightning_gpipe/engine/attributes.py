@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.engine.snapshot import Snapshot
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.places import (
     CONTAINERS,
@@ -34,6 +33,7 @@ from lightning_gpipe.model.places import (
     is_frozen,
     own_copy,
 )
+from lightning_gpipe.model.snapshot import Snapshot
 
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), Number, Enum, np.generic, slice, range),

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
-from lightning_gpipe.model.loop import Loop
+from lightning_gpipe.model.loop import Loop, WatchedPlace
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.places import Place
 from lightning_gpipe.model.promise import Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import tree_tensors
@@ -148,7 +147,7 @@ class _Listener:
         self._beside: int | None = None  # how many elements a block returns behind the first
         self._as_tuple = False
         self._unsplit = frozenset[int]()
-        self._places: dict[int, list[Place]] = {}  # of each block
+        self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoneType, ()
@@ -187,11 +186,11 @@ class _Listener:
             output = self._run(value, program.run)
         return program.without(output, Unknown())
 
-    def _places_of(self, index: int, block: nn.Module) -> list[Place]:
+    def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
         """What a block can change and read beside its own attributes; looked for once a run."""
         if index not in self._places:
             found = places_of(block)
-            self._places[index] = [place for place in found if place.value is not block]
+            self._places[index] = [WatchedPlace(p) for p in found if p.value is not block]
         return self._places[index]
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_gpipe.model.places import Contents, Place, has_changed
+from lightning_gpipe.model.places import Place, has_buffers, has_changed
 from lightning_gpipe.model.promise import CONDITION, Promise, Unknown
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.model.snapshot import Snapshot
 from lightning_gpipe.tensors.tree import CONSTANTS
 
 
@@ -151,6 +152,36 @@ def _written(*program: Any) -> str:
 
 
 @dataclass(slots=True)
+class WatchedPlace:
+    """A place that must be the same when a block is called and when the last one is.
+
+    Args:
+        place: The place.
+        snapshot: Of which names stand there; None: of none so far, or there are tensors.
+    """
+
+    place: Place
+    snapshot: Snapshot | None = None
+
+    def now(self) -> tuple[Snapshot | None, Any]:
+        """What stands there, for :meth:`has_changed`."""
+        snapshot = self.snapshot
+        values = snapshot.values() if snapshot is not None else None
+        if snapshot is None or has_buffers(self.place) or not snapshot.is_same(values):
+            self.snapshot = snapshot = Snapshot.without_values(self.place)
+            values = snapshot.values() if snapshot is not None else None
+        return (None, self.place.contents()) if values is None else (snapshot, values)
+
+    def has_changed(self, snapshot: Snapshot | None, before: Any) -> bool:
+        """Whether something else stands there than when :meth:`now` gave this."""
+        if snapshot is not None:
+            if snapshot.is_still(before) and not has_buffers(self.place):
+                return False
+            before = {name: (v, None) for name, v in zip(snapshot.names, before, strict=True)}
+        return has_changed(before, self.place.contents())
+
+
+@dataclass(slots=True)
 class Loop:
     """What is known of a loop that runs.
 
@@ -171,7 +202,7 @@ class Loop:
     reads: set[str] = field(default_factory=set)
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
     _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
-    _places: list[list[tuple[Place, Contents]]] = field(default_factory=list)
+    _places: list[list[tuple[WatchedPlace, Any, Any]]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
@@ -204,7 +235,7 @@ class Loop:
         ]
         self.calls.append(BlockCall(spec, tuple(entries)))
 
-    def note_block(self, block: nn.Module, places: Sequence[Place]) -> None:
+    def note_block(self, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
         """Note with which attributes a block was called, and with what in other places.
 
         Args:
@@ -212,7 +243,7 @@ class Loop:
             places: What it can change and read besides.
         """
         self._attributes.append((block, _constants_of(block)))
-        self._places.append([(place, place.contents()) for place in places])
+        self._places.append([(place, *place.now()) for place in places])
 
     def next_promise(self) -> Promise:
         """What the block that was noted last returns."""
@@ -236,9 +267,7 @@ class Loop:
         for index, (block, before) in enumerate(self._attributes):
             now = _constants_of(block)
             changed = [name for name in before if now.get(name) not in (before[name],)]
-            for place, contents in self._places[index]:
-                if has_changed(contents, place.contents()):
-                    changed.append(place.name)
+            changed += [p.place.name for p, *seen in self._places[index] if p.has_changed(*seen)]
             if changed:
                 raise RuntimeError(
                     f"Block {index} had another value of {', '.join(changed)} when it was called"

@@ -94,7 +94,7 @@ class Place:
             buffers: Whether a module's are among it.
         """
         found = {"": len(self.value)} if self.is_large else self.entries()
-        if buffers and isinstance(self.value, nn.Module):
+        if buffers and has_buffers(self):
             found |= {("buffer", name): buffer for name, buffer in self.value._buffers.items()}
         return {name: (value, _mark(value)) for name, value in found.items()}
 
@@ -177,6 +177,11 @@ def own_copy(value: Any) -> Any:
         return value.copy()
     with torch.no_grad():
         return value.clone()
+
+
+def has_buffers(place: Place) -> bool:
+    """Whether it is a module with buffers of its own."""
+    return isinstance(place.value, nn.Module) and len(place.value._buffers) > 0
 
 
 def is_frozen(kind: type) -> bool:

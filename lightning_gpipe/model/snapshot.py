@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_gpipe.model.places import Entries, Place, is_frozen
+from lightning_gpipe.model.places import Entries, Place, has_buffers, is_frozen
 
+_WITH_VALUES = (Tensor, np.ndarray)
 #: Of values of other kinds the kind tells whether they are kept.
-_UNCLEAR = (tuple, frozenset, Tensor, np.ndarray)
+_UNCLEAR = (tuple, frozenset, *_WITH_VALUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,24 @@ class Snapshot:
             entries: What stands there.
             kept: Those of them that are kept, and never change by themselves.
         """
-        source = place.source()
         others = {name: type(value) for name, value in entries.items() if name not in kept}
-        if source is None or any(map(_is_unclear, others.values())):
+        if any(map(_is_unclear, others.values())):
+            return None
+        return cls._of(place, kept, others)
+
+    @classmethod
+    def without_values(cls, place: Place) -> Snapshot | None:
+        """How a place is now, of which nothing is kept; None: there are tensors or arrays."""
+        if place.is_large or has_buffers(place):
+            return None
+        kinds = {name: type(value) for name, value in place.entries().items()}
+        if any(issubclass(kind, _WITH_VALUES) for kind in kinds.values()):
+            return None
+        return cls._of(place, {}, kinds)
+
+    @classmethod
+    def _of(cls, place: Place, kept: Entries, others: dict[Any, type]) -> Snapshot | None:
+        if (source := place.source()) is None:
             return None
         size = len(source()) if place.key is None else None
         names = *kept, *others
