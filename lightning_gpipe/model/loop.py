@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from lightning_gpipe.model.snapshot import Snapshot
 from lightning_gpipe.tensors.tree import CONSTANTS
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An argument of a block: one of the noted tensors, or a constant."""
 
     tensor: int | None
@@ -33,8 +32,7 @@ _HIDDEN = Entry(-1)
 _LATER = "in the pipeline all blocks run then."
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCall:
+class BlockCall(NamedTuple):
     """What a block is called with, without the tensors."""
 
     spec: TreeSpec
