@@ -324,7 +324,7 @@ def _divided(node: Any, samples: int) -> set[float]:
     shape = shape_of(node, "target" if is_of_classes else "self") if node is not None else []
     is_sum = getattr(node, "_saved_reduction", None) == _SUM
     is_sum = is_sum or (node is not None and node.name().startswith("SumBackward"))
-    if not is_sum or not shape or shape[0] % samples:
+    if not is_sum or not shape or not math.prod(shape) or shape[0] % samples:
         return set()
     return {1.0, shape[0] / samples, math.prod(shape) / samples}
 

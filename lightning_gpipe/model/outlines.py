@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,24 +83,46 @@ def _without_masks(
     """
     if func is Tensor.__getitem__:
         tensor, index = args
-    elif func in _BY_MASK and len(args) == 2:
-        tensor, index = torch.broadcast_tensors(*args)
+    elif func in _BY_MASK and (given := _given_to_select(*args, **kwargs)) is not None:
+        tensor, index = torch.broadcast_tensors(*given)
     else:
         return func, args, kwargs
-    entries = list(map(told, index)) if isinstance(index, tuple) else [told(index)]
+    entries = list(map(_entry, index)) if isinstance(index, tuple) else [_entry(index)]
     if not any(map(_is_mask, entries)):
         return func, args, kwargs
-    places = [entry.nonzero(as_tuple=True) if _is_mask(entry) else (entry,) for entry in entries]
+    places = map(_places, entries)
     return Tensor.__getitem__, (tensor, tuple(chain.from_iterable(places))), {}
 
 
 _BY_MASK = torch.masked_select, Tensor.masked_select
 
 
+def _given_to_select(*args: Tensor, **kwargs: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The tensor and the mask, however they are given."""
+    given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
+    return (given["input"], given["mask"]) if given.keys() == {"input", "mask"} else None
+
+
+def _entry(entry: Any) -> Any:
+    """An entry of an index, with a tensor for a mask of another kind."""
+    is_list = isinstance(entry, list) and bool(entry) and all(type(each) is bool for each in entry)
+    if is_list or (isinstance(entry, np.ndarray) and entry.dtype == np.bool_):
+        return torch.tensor(entry, device="cpu")
+    return told(entry)
+
+
 def _is_mask(entry: Any) -> bool:
-    """Whether an index is a mask that is here. One without dimensions adds a dimension instead."""
+    """Whether an index is a mask that is here."""
     is_here = isinstance(entry, Tensor) and not entry.is_meta
-    return is_here and entry.dtype == torch.bool and entry.ndim > 0
+    return is_here and entry.dtype in (torch.bool, torch.uint8)
+
+
+def _places(entry: Any) -> tuple[Any, ...]:
+    """What chooses the same as an entry of an index."""
+    if not _is_mask(entry):
+        return (entry,)
+    places: tuple[Any, ...] = entry.nonzero(as_tuple=True) if entry.ndim else (bool(entry),)
+    return places
 
 
 def _kind_of(value: Any) -> Any:

@@ -233,14 +233,16 @@ class MicroBatchSteps:
             steps.log.replay(self._trainer.lightning_module.log, weights, sizes)
             results = steps.results
             if isinstance(results[0], Mapping) and "loss" in results[0]:
-                loss = weighted_mean([result["loss"] for result in results], weights)
+                own: dict[str, Any] = {}
+                if steps.trains:  # what it is trained by
+                    own["loss"] = weighted_mean([result["loss"] for result in results], weights)
+                if "weight" in results[0]:
+                    own["weight"] = sum(weights)
                 others = [
-                    {key: value for key, value in result.items() if key != "loss"}
+                    {key: value for key, value in result.items() if key not in own}
                     for result in results
                 ]
-                merged = merge(others, sizes, weights, what, known, fixed)
-                given = {"weight": sum(weights)} if "weight" in results[0] else {}
-                return {"loss": loss, **merged, **given}
+                return {**own, **merge(others, sizes, weights, what, known, fixed)}
             if steps.trains and isinstance(results[0], Tensor):
                 return weighted_mean(results, weights)
             return merge(results, sizes, weights, what, known, fixed)

@@ -82,10 +82,12 @@ class Other:
     Args:
         made: The functions that have made it, and what each of them gave.
         is_sum: Whether it is a sum over samples.
+        is_empty: Whether it is a sum over nothing, as of what a mask chooses.
     """
 
     made: tuple[tuple[str, Tensor], ...]
     is_sum: bool = False
+    is_empty: bool = False
     is_of_metrics = False
 
 
@@ -144,6 +146,8 @@ def _stacked(values: Sequence[Any], device: torch.device) -> Tensor:
 
 def _counted(values: Tensor, counts: Tensor) -> Tensor:
     """The mean of means over so many: nothing counts where there was none."""
+    if not counts.any():
+        return values[0]
     missing = [1] * (values.ndim - counts.ndim)
     counts = counts.view(len(counts), *missing, *counts.shape[1:])
     sums = torch.where(counts == 0, torch.zeros_like(values), values * counts)

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -50,12 +50,12 @@ _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nan
 _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
-#: Means over all elements.
-_OF_ELEMENTS = {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
-_BINARY = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
-_OF_ELEMENTS |= _BINARY
 #: Losses that are means over the targets that count, by the weights of their classes.
 _SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
+#: Losses whose names don't end as others' do.
+_OTHERWISE = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
+#: Losses that are means by the weights of their elements.
+_BY_WEIGHT = {"mse_loss", "l1_loss"}
 #: Functions that put together, or add up, what was computed of samples one by one.
 _TOGETHER = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
 _SUMS = {"__add__", "__iadd__", "__radd__", "add", "add_"}
@@ -186,7 +186,9 @@ class StepValues:
                 is_found = is_found or are_of_features(name, rows, *args, result, samples)
             if is_found:
                 value = trace.values.keep(result)
-                return Mean(value) if is_mean_of else Other(((name, value),), is_total)
+                if is_mean_of:
+                    return Mean(value)
+                return Other(((name, value),), is_total, is_empty=not rows.numel())
         counts = self.is_weighted or not self.trains
         return _mean_made(trace, name, tensors, args, result, counts)
 
@@ -211,6 +213,8 @@ class StepValues:
                 return None
         counts = divided is not None and (is_number or is_sum(by))
         kept = divisor if is_number else trace.values.keep(divisor)
+        if counts and is_number and isinstance(divided, Other) and divided.is_empty:
+            kept = 0  # not 1, as of max(count, 1)
         return Mean(trace.values.keep(result), kept, counts)
 
     def recipe_of(self, value: Any) -> Recipe | None:
@@ -343,18 +347,34 @@ def _count_of(
 ) -> Tensor | None:
     """What a mean is over: elements, or targets that count; None: it isn't known."""
     positional, kwargs = args
-    if name in _OF_ELEMENTS and (kwargs.get("weight") is None or name in _BINARY):
-        return torch.tensor(max(tensor.numel() for tensor in tensors[:2]), device="cpu")
-    if name not in _SKIPPING:
-        return None
     given = dict(zip(("input", "target", "weight"), positional, strict=False)) | kwargs
-    targets, weights = given["target"], given.get("weight")
-    if targets.is_floating_point() or trace.where((targets, weights)) is not None:
+    targets, weights = cast(Tensor, given.get("target")), given.get("weight")
+    skips = name in _SKIPPING and not targets.is_floating_point()
+    by_weight = name in _BY_WEIGHT and weights is not None
+    if not skips and not by_weight:
+        return _number_of(name, tensors, kwargs)
+    if trace.where((targets, weights) if skips else weights) is not None:
         return None
+    if by_weight:
+        return cast(Tensor, weights).sum()
     counted: Tensor = targets != given.get("ignore_index", _IGNORED)
     if weights is not None:
         counted = weights[torch.where(counted, targets, 0)] * counted
     return counted.sum()
+
+
+def _number_of(name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Over how many elements, or in proportion to them, a function takes a mean.
+
+    None: it isn't known.
+    """
+    if name == "kl_div" and kwargs.get("reduction") == "batchmean":
+        number = len(tensors[0])
+    elif name in ("mean", "kl_div", *_OTHERWISE) or (name.endswith("_loss") and name != "ctc_loss"):
+        number = max(tensor.numel() for tensor in tensors[:2])
+    else:
+        return None
+    return torch.tensor(number, device="cpu")
 
 
 def _is_mean(tensor: Tensor) -> bool:
