@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torchmetrics import MeanMetric
 
 from lightning_gpipe import GPipeStrategy
 from tests import step_models as models
@@ -81,6 +83,45 @@ class Validates(models.Language):
         }
 
 
+class InPlace(models.Language):
+    """Changes means in place, and logs what is computed of them and of others."""
+
+    def build(self) -> None:
+        super().build()
+        self.average, self.called = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.means(batch, "train")["loss"]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.means(batch, "val")
+
+    def means(self, batch: Any, when: str) -> Any:
+        tokens, targets = batch
+        logits, mask = self(tokens), tokens > 6
+        total: Any = 0
+        for place in range(3):
+            total += functional.cross_entropy(logits[:, place], targets[:, place])
+        total /= 3
+        self.log(f"{when} perplexity", total.exp())
+        if when == "train":
+            self.average.update(total)
+            self.called(total)
+            total += 0.1 * logits.pow(2).mean()
+            self.log("average", self.average, on_step=False, on_epoch=True)
+            self.log("called", self.called, on_step=False, on_epoch=True)
+            return {"loss": total}
+        found = functional.cross_entropy(logits[mask], targets[mask])
+        right = (logits.argmax(-1) == targets)[mask].double().mean()
+        shown = found.detach()
+        self.log("shown", shown)
+        found *= 0.5
+        found -= 0.1 * logits[mask].mean()
+        found += 1
+        self.log_dict({"found": found, "root": found.sqrt(), "right": right})
+        return {"loss": found, "error": (1 - right).sqrt()}
+
+
 class Apart(models.Language):
     """Returns a loss of each sample."""
 
@@ -111,16 +152,44 @@ def run(kind: str, stages: int) -> Any:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kind", ["Chosen", "Few", "Validates", "Apart"])
+@pytest.mark.parametrize("kind", ["Chosen", "Few", "Validates", "InPlace", "Apart"])
 def test_as_a_plain_trainers(kind: str, stages: int) -> None:
     expected = run(kind, 0)
     for found in run_ranks(run, stages, kind, stages):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_weight_is_no_mean_that_is_told_of() -> None:
-    (texts,) = run_ranks(weighs, 1)
-    assert not [text for text in texts if "mean over micro-batches" in text]
+@pytest.mark.parametrize("kind", ["Weighs", "Nothing"])
+def test_what_is_no_mean_and_is_not_told_of(kind: str) -> None:
+    (texts,) = run_ranks(told, 1, kind)
+    assert not [text for text in texts if "mean over micro-batches" in text or "sum" in text]
+
+
+def test_sums_of_what_is_chosen_are_told_of() -> None:
+    (texts,) = run_ranks(told, 1, "Quotient")
+    assert [text for text in texts if "'chosen'" in text and "divisors aren't" in text]
+
+
+class Nothing(models.Language):
+    """Adds nothing to its loss, for the graph's sake."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        logits = self(tokens)
+        loss = functional.cross_entropy(logits[:, 0], targets[:, 0]) + 0.0 * logits.sum()
+        self.log("loss", loss)
+        return loss
+
+
+class Quotient(models.Language):
+    """Divides what a mask chooses by a number that isn't one of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        losses = functional.cross_entropy(self(tokens).mT, targets, reduction="none")
+        mask = tokens > 9
+        self.log("chosen", losses[mask].sum() / torch.clamp_min(mask.sum(), 1))
+        return losses.mean()
 
 
 class Weighs(models.Language):
@@ -130,10 +199,10 @@ class Weighs(models.Language):
         return {"loss": loss, "weight": WEIGHTS[targets[:, 0]].sum()}
 
 
-def weighs() -> list[str]:
+def told(kind: str) -> list[str]:
     """What a run warns of."""
-    with pytest.warns() as told:
-        trainer(max_epochs=1, strategy=GPipeStrategy(4, step="micro-batch"), devices=1).fit(
-            Weighs()
-        )
-    return [str(warning.message) for warning in told]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        strategy = GPipeStrategy(4, step="micro-batch")
+        trainer(max_epochs=1, strategy=strategy, devices=1).fit(globals()[kind]())
+    return [str(warning.message) for warning in seen]

@@ -338,9 +338,14 @@ def _factor(node: Any) -> float:
 
 
 def _is_share(name: str, node: Any, samples: int) -> bool:
-    """Whether an operation multiplies by one over the number of samples, or of what is summed."""
-    factor = _factor(node) if name.startswith("Mul") else 0.0
-    number = 1 / factor if factor else 0.0
+    """Whether an operation multiplies by one over the number of samples, or of what is summed.
+
+    Multiplied by 0, what is summed is there for its graph alone.
+    """
+    factor = _factor(node) if name.startswith("Mul") else 1.0
+    if not factor:
+        return True
+    number = 1 / factor
     summed = [math.prod(shape_of(n)) for n, _ in node.next_functions if n is not None]
     # a half is in many a formula
     return number > 2 and any(math.isclose(number, count) for count in (samples, *summed))

@@ -15,8 +15,10 @@ _SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half
 _SAME |= {"as_tensor", "asarray", "cpu", "cuda", "reshape", "squeeze", "view"}
 _PARTS = {"__getitem__", "flatten", "select", "sum", "unbind"}
 _SUMS = {"add", "sub", "subtract", "__add__", "__radd__", "__sub__", "__rsub__"}
+_SUMS |= {"__iadd__", "__isub__", "add_", "sub_"}
 _MULTIPLES = {"mul", "multiply", "div", "divide", "true_divide", "neg", "negative"}
 _MULTIPLES |= {"__mul__", "__rmul__", "__truediv__", "__neg__"}
+_MULTIPLES |= {"__imul__", "__itruediv__", "mul_", "div_"}
 
 
 def is_mean(

@@ -83,7 +83,9 @@ class Aggregates:
         self._calls[call] = number = self._calls.get(call, 0) + 1
         given = self._given.setdefault((*call[:2], number), _Given(metric, run, is_forward, where))
         given.recipes.append(self._made.recipe_of(value))
-        given.values[micro_batch] = value.detach() if isinstance(value, Tensor) else value
+        # the step may change it in place
+        own = value.detach().clone() if isinstance(value, Tensor) else value
+        given.values[micro_batch] = own
 
     def finish(
         self, trace: StepTrace, sizes: Sequence[int], weights: Sequence[Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 #: Functions that take the dimensions as their third argument.
@@ -15,9 +16,25 @@ _PARTS |= {"unbind", "unsafe_chunk", "unsafe_split"}
 _FEATURES = 2**15  # that a mean over samples may have: every stage is told them
 
 
-def may_be_rows(tensor: Tensor, samples: int) -> bool:
-    """Whether a tensor may have rows of each sample, as everything may if there is one."""
-    return tensor.ndim > 0 and tensor.shape[0] % max(samples, 1) == 0
+def may_be_rows(tensor: Tensor, *numbers: int) -> bool:
+    """Whether a tensor may have rows of each sample, as everything may if there is one.
+
+    Args:
+        tensor: The tensor.
+        numbers: How many samples there are, and how many rows were chosen of such tensors.
+    """
+    return tensor.ndim > 0 and any(tensor.shape[0] % max(number, 1) == 0 for number in numbers)
+
+
+def chooses(name: str, args: Sequence[Any]) -> bool:
+    """Whether a function chooses elements by a mask, or by their places."""
+    if name in ("masked_select", "index_select"):
+        return True
+    if name != "__getitem__":
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    arrays = (list, np.ndarray)
+    return any(isinstance(e, arrays) or (isinstance(e, Tensor) and e.ndim > 0) for e in index)
 
 
 def is_of_all(tensor: Tensor, samples: int) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,6 +23,8 @@ from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.means import is_known_mean, is_linear, is_mean
 from lightning_gpipe.model.remote import name_of, origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
+from lightning_gpipe.strategy.aliases import Aliases
+from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.recipes import (
     Call,
     Computed,
@@ -38,6 +40,7 @@ from lightning_gpipe.strategy.recipes import (
 )
 from lightning_gpipe.strategy.step_rows import (
     are_of_features,
+    chooses,
     is_of_all,
     may_be_rows,
     takes_one,
@@ -49,13 +52,15 @@ _MIXED = Mixed()
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
 _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
-_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
-#: Losses that are means over the targets that count, by the weights of their classes.
-_SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
-#: Losses whose names don't end as others' do.
-_OTHERWISE = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
-#: Losses that are means by the weights of their elements.
-_BY_WEIGHT = {"mse_loss", "l1_loss"}
+_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
+_PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_"}
+#: What changes a scalar in place, and what gives the same.
+_IN_PLACE = {
+    **dict.fromkeys(("__iadd__", "add_"), torch.add),
+    **dict.fromkeys(("__isub__", "sub_"), torch.sub),
+    **dict.fromkeys(("__imul__", "mul_"), torch.mul),
+    **dict.fromkeys(("__itruediv__", "div_"), torch.div),
+}
 #: Functions that put together, or add up, what was computed of samples one by one.
 _TOGETHER = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
 _SUMS = {"__add__", "__iadd__", "__radd__", "add", "add_"}
@@ -67,6 +72,8 @@ class StepValues:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
         self._of_one: dict[int, weakref.ref[Tensor]] = {}  # computed of one sample's row, by id
+        self._chosen = set[int]()  # numbers of rows that a step has chosen
+        self._aliases = Aliases()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these
@@ -81,6 +88,8 @@ class StepValues:
         self._known.clear()
         self._of_one.clear()
         self._parted.clear()
+        self._chosen.clear()
+        self._aliases.clear()
         self.of_calls.clear()
 
     def give(self, call: Call, values: Any) -> None:
@@ -114,6 +123,9 @@ class StepValues:
             return
         if takes_some(name, *args, self.samples):
             self._parted.add(trace.micro_batch)
+        if chooses(name, args[0]):
+            self._chosen.update(len(tensor) for tensor in made if tensor.ndim)
+        self._aliases.note(name, tensors, made)
         means = [t for t in tensors if recipes.get(id(t)) is None and _is_mean(t)]
         if not known and (not means or _may_be_mean(result)):  # as of most functions
             if isinstance(result, Tensor):
@@ -125,9 +137,17 @@ class StepValues:
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
         others = [recipe for recipe in known if isinstance(recipe, Other)]
         changed = () if is_free else (*args[0][:1], args[1].get("out"))
-        if any(map(self.recipe_of, changed)):  # other tensors may show it, too
-            self._known = {i: (t, _MIXED) for i, (t, r) in self._known.items() if r.is_of_metrics}
+        is_changed = any(map(self.recipe_of, changed))
+        if is_changed and name in _IN_PLACE and not tensors[0].ndim:
+            func, is_free = _IN_PLACE[name], True
+            self._forget(self._aliases.of(tensors[0]))
+        elif is_changed:
+            self._forget(self._known)
         if others and not is_of_metrics:
+            if name in _PRODUCTS and any(
+                type(each) in (int, float) and not each for each in args[0]
+            ):
+                return  # nothing is left of it
             is_whole = len(known) == len(tensors)
             quotient = self._quotient(trace, name, args[0], recipes, result)
             keeps = is_whole and is_linear(name, tensors, *args) and all(map(is_sum, known))
@@ -144,6 +164,13 @@ class StepValues:
         elif is_of_metrics:
             for tensor in made:
                 self._note(tensor, _MIXED)
+
+    def _forget(self, places: Collection[int]) -> None:
+        """Forget how tensors come about that may show what was changed in place, by id."""
+        known = self._known.items()
+        stays = {i: found for i, found in known if i not in places}
+        mixed = {i: (t, _MIXED) for i, (t, r) in known if i in places and r.is_of_metrics}
+        self._known = {**stays, **mixed}
 
     def _note(self, tensor: Tensor, recipe: Recipe | None) -> None:
         if recipe is not None:
@@ -181,7 +208,8 @@ class StepValues:
         if name in _OTHERS or name in ("mean", "nanmean") or is_total:
             is_mean_of = not (is_total or name in _OTHERS)
             rows, samples = tensors[0], self.samples
-            is_found = not result.ndim and not is_mean_of and may_be_rows(rows, samples)
+            is_found = not result.ndim and not is_mean_of
+            is_found = is_found and may_be_rows(rows, samples, *self._chosen)
             if trace.micro_batch not in self._parted:
                 is_found = is_found or are_of_features(name, rows, *args, result, samples)
             if is_found:
@@ -262,34 +290,11 @@ class StepValues:
             return None
         self._looks[what] += 1
         if is_quotient or is_due(self._looks[what]):
-            self._warn(what, None if is_quotient else functions_of(others))
+            text = _text(what, None if is_quotient else functions_of(others))
+            if text is not None:
+                self._warned.add(what)
+                rank_zero_warn(text)
         return None
-
-    def _warn(self, what: str, functions: Sequence[str] | None) -> None:
-        """Warn, once, of what isn't the mean of the micro-batches' values.
-
-        Args:
-            what: What it is.
-            functions: What has made it of all samples of each; None: it is a quotient.
-        """
-        if functions is None:
-            why = (
-                "quotients whose divisors aren't in proportion to their samples. If a divisor"
-                " counts what the mean is over, such as tokens, give it to self.log as batch_size;"
-                " else"
-            )
-        elif functions:
-            why = (
-                f"what '{functions[0]}' makes of all samples of each, which isn't the mini-batch's."
-                " Log it with reduce_fx='sum', 'max' or 'min' if it is that of samples,"
-            )
-        else:
-            return
-        self._warned.add(what)
-        rank_zero_warn(
-            f"{what} is the mean over micro-batches of {why} give the scores to a metric of"
-            " torchmetrics, or use GPipeStrategy(step='mini-batch')."
-        )
 
     def _made(self, recipes: Sequence[Any], weights: Sequence[float]) -> Any:
         last = recipes[-1]
@@ -310,6 +315,32 @@ class StepValues:
         if any(recipe != last for recipe in recipes):
             raise LookupError
         return last
+
+
+def _text(what: str, functions: Sequence[str] | None) -> str | None:
+    """What to warn of what isn't the mean of the micro-batches' values.
+
+    Args:
+        what: What it is.
+        functions: What has made it of all samples of each; None: it is a quotient.
+    """
+    if functions is None:
+        why = (
+            "quotients whose divisors aren't in proportion to their samples. If a divisor"
+            " counts what the mean is over, such as tokens, give it to self.log as batch_size;"
+            " else"
+        )
+    elif functions:
+        why = (
+            f"what '{functions[0]}' makes of all samples of each, which isn't the mini-batch's."
+            " Log it with reduce_fx='sum', 'max' or 'min' if it is that of samples,"
+        )
+    else:
+        return None
+    return (
+        f"{what} is the mean over micro-batches of {why} give the scores to a metric of"
+        " torchmetrics, or use GPipeStrategy(step='mini-batch')."
+    )
 
 
 def _mean_made(
@@ -333,48 +364,10 @@ def _mean_made(
     is_everywhere = origin_of(made) is None and not made.ndim and is_mean(name, tensors, *args)
     if not is_everywhere and not _is_mean(made):
         return None
-    count = _count_of(trace, name, tensors, args) if counts else None
+    count = count_of(trace, name, tensors, args) if counts else None
     if is_everywhere:  # such as one of the batch
         return Mean(made.detach().clone(), count, count is not None, is_sure=True)
     return None if count is None else Mean(trace.values.keep(made), count, True, is_sure=True)
-
-
-def _count_of(
-    trace: StepTrace,
-    name: str,
-    tensors: Sequence[Tensor],
-    args: tuple[tuple[Any, ...], dict[str, Any]],
-) -> Tensor | None:
-    """What a mean is over: elements, or targets that count; None: it isn't known."""
-    positional, kwargs = args
-    given = dict(zip(("input", "target", "weight"), positional, strict=False)) | kwargs
-    targets, weights = cast(Tensor, given.get("target")), given.get("weight")
-    skips = name in _SKIPPING and not targets.is_floating_point()
-    by_weight = name in _BY_WEIGHT and weights is not None
-    if not skips and not by_weight:
-        return _number_of(name, tensors, kwargs)
-    if trace.where((targets, weights) if skips else weights) is not None:
-        return None
-    if by_weight:
-        return cast(Tensor, weights).sum()
-    counted: Tensor = targets != given.get("ignore_index", _IGNORED)
-    if weights is not None:
-        counted = weights[torch.where(counted, targets, 0)] * counted
-    return counted.sum()
-
-
-def _number_of(name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Over how many elements, or in proportion to them, a function takes a mean.
-
-    None: it isn't known.
-    """
-    if name == "kl_div" and kwargs.get("reduction") == "batchmean":
-        number = len(tensors[0])
-    elif name in ("mean", "kl_div", *_OTHERWISE) or (name.endswith("_loss") and name != "ctc_loss"):
-        number = max(tensor.numel() for tensor in tensors[:2])
-    else:
-        return None
-    return torch.tensor(number, device="cpu")
 
 
 def _is_mean(tensor: Tensor) -> bool:

@@ -1,0 +1,66 @@
+"""What the means that a step computes are over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.model.step_trace import StepTrace
+
+#: Losses that are means over the targets that count, by the weights of their classes.
+_SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
+#: Losses whose names don't end as others' do.
+_OTHERWISE = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
+#: Losses that are means by the weights of their elements.
+_BY_WEIGHT = {"mse_loss", "l1_loss"}
+
+
+def count_of(
+    trace: StepTrace,
+    name: str,
+    tensors: Sequence[Tensor],
+    args: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Tensor | None:
+    """What a mean is over: elements, or targets that count.
+
+    Args:
+        trace: Follows the step.
+        name: The function's that has made it.
+        tensors: What it was given.
+        args: The same, with all else.
+
+    Returns:
+        Their number, or one in proportion to it; None: it isn't known.
+    """
+    positional, kwargs = args
+    given = dict(zip(("input", "target", "weight"), positional, strict=False)) | kwargs
+    targets, weights = cast(Tensor, given.get("target")), given.get("weight")
+    skips = name in _SKIPPING and not targets.is_floating_point()
+    by_weight = name in _BY_WEIGHT and weights is not None
+    if not skips and not by_weight:
+        return _number_of(name, tensors, kwargs)
+    if trace.where((targets, weights) if skips else weights) is not None:
+        return None
+    if by_weight:
+        return cast(Tensor, weights).sum()
+    counted: Tensor = targets != given.get("ignore_index", _IGNORED)
+    if weights is not None:
+        counted = weights[torch.where(counted, targets, 0)] * counted
+    return counted.sum()
+
+
+def _number_of(name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Over how many elements, or in proportion to them, a function takes a mean.
+
+    None: it isn't known.
+    """
+    if name == "kl_div" and kwargs.get("reduction") == "batchmean":
+        number = len(tensors[0])
+    elif name in ("mean", "kl_div", *_OTHERWISE) or (name.endswith("_loss") and name != "ctc_loss"):
+        number = max(tensor.numel() for tensor in tensors[:2])
+    else:
+        return None
+    return torch.tensor(number, device="cpu")
