@@ -152,14 +152,14 @@ def run(kind: str, stages: int) -> Any:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kind", ["Chosen", "Few", "Validates", "InPlace", "Apart"])
+@pytest.mark.parametrize("kind", ["Chosen", "Few", "Validates", "InPlace", "Apart", "Clamped"])
 def test_as_a_plain_trainers(kind: str, stages: int) -> None:
     expected = run(kind, 0)
     for found in run_ranks(run, stages, kind, stages):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["Weighs", "Nothing"])
+@pytest.mark.parametrize("kind", ["Weighs", "Nothing", "Clamped"])
 def test_what_is_no_mean_and_is_not_told_of(kind: str) -> None:
     (texts,) = run_ranks(told, 1, kind)
     assert not [text for text in texts if "mean over micro-batches" in text or "sum" in text]
@@ -179,6 +179,18 @@ class Nothing(models.Language):
         loss = functional.cross_entropy(logits[:, 0], targets[:, 0]) + 0.0 * logits.sum()
         self.log("loss", loss)
         return loss
+
+
+class Clamped(models.Language):
+    """Has a weight of 0 where it divides by another number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        rows = tokens[:, 0] > 9
+        losses = functional.cross_entropy(self(tokens)[:, 0], targets[:, 0], reduction="none")
+        loss = (losses * rows).sum() / rows.sum().clamp(min=1)
+        self.log("loss", loss)
+        return {"loss": loss, "weight": rows.sum()}
 
 
 class Quotient(models.Language):

@@ -165,7 +165,11 @@ def functions_of(others: Sequence[Other]) -> list[str]:
 
 def _are_alike(divisors: Tensor, weights: Sequence[float]) -> bool:
     """Whether all divisors are the same, or in proportion to the weights."""
-    first, counts = divisors[:1], _stacked(weights, divisors.device)
+    counts = _stacked(weights, divisors.device)
+    if not counts.any():
+        return True
+    divisors, counts = divisors[counts != 0], counts[counts != 0]  # others don't matter
+    first = divisors[:1]
     by_weight = first * counts.view(-1, *[1] * (divisors.ndim - 1))
     is_one = torch.equal(divisors, first.expand_as(divisors))
     return is_one or torch.allclose(divisors * counts[0], by_weight)
