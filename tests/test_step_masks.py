@@ -27,7 +27,7 @@ class Chosen(models.Language):
         logits, mask = self(tokens), tokens > 6
         parts = [
             logits[mask.numpy()].pow(2),
-            logits[np.asarray(tokens) > 6, 1:3].exp(),
+            logits[np.asarray(tokens) > 6].exp(),
             logits.masked_select(mask=mask[..., None]),
             torch.masked_select(input=logits, mask=mask[..., None]).square(),
             logits[mask.any(), mask],

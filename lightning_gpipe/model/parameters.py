@@ -93,7 +93,8 @@ class Slot:
             raise RuntimeError(
                 f"Can't move the parameter {self.names[0]} between stages, because something holds"
                 f" a weak reference to it or to its graph ({error}). Drop graphs and weak"
-                " references to the model before the Trainer runs."
+                " references to the model before the Trainer runs. PyTorch's profiler holds some"
+                " with with_stack=True: leave that out, or use step='mini-batch'."
             ) from error
 
     def withhold(self, holder: Holder) -> None:
