@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Functions whose result may be another tensor of the memory of the first one that they are given.
 _VIEWS = {"detach", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select"}
@@ -27,8 +27,8 @@ class Aliases:
         self._found.clear()
 
     def note(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Note what a function has made of tensors."""
-        if name in _VIEWS and given:
+        """Note what a function has made of tensors. Parameters may get no weak references."""
+        if name in _VIEWS and given and not isinstance(given[0], nn.Parameter):
             common = self._common(given[0]) or object()
             self._found.update((id(t), (weakref.ref(t), common)) for t in (given[0], *made))
 
