@@ -139,6 +139,13 @@ def in_entry(layer: Any) -> float:
     return float(layer.state[0])
 
 
+def in_key(layer: Any) -> float:
+    key = max(layer.state, default=0)
+    layer.state.pop(key, None)
+    layer.state[key + 1] = True
+    return float(key + len(layer.state))
+
+
 def in_slot(layer: Any) -> float:
     layer.state.calls += 1
     return float(layer.state.calls)
@@ -250,6 +257,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "object": InObject,
     "list": lambda: Counting([0], in_entry),
     "default dict": lambda: Counting(defaultdict(int), in_entry),
+    "key of a default dict": lambda: Counting(defaultdict(bool), in_key),
     "array": lambda: Counting(np.zeros(1), in_entry),
     "slots": lambda: Counting(Slotted(), in_slot),
     "namespace": lambda: Counting(SimpleNamespace(calls=0), in_slot),

@@ -77,7 +77,7 @@ class Place:
     def source(self) -> Callable[[], Mapping[Any, Any]] | None:
         """What gives the dict in which the entries stand; None: they don't stand in one."""
         value = self.value
-        if isinstance(value, dict):  # or globals
+        if type(value) is dict:  # or globals; a default dict makes what is asked for
             return partial(_same, value)
         if self.key is not None or isinstance(value, (Tensor, np.ndarray, *CONTAINERS)):
             return None
