@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_gpipe.model.remote import origin_of
 
-_MEANS = {"mean", "nanmean", "cross_entropy", "kl_div"}
-_MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+#: Functions that give a mean by default, beside those whose names end with "_loss".
+MEANS = {"mean", "nanmean", "cross_entropy", "kl_div"}
+MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16"}
 _SAME |= {"as_tensor", "asarray", "cpu", "cuda", "reshape", "squeeze", "view"}
 _PARTS = {"__getitem__", "flatten", "select", "sum", "unbind"}
@@ -32,7 +33,7 @@ def is_mean(
         args: The same, with all else.
         kwargs: The same.
     """
-    if name in _MEANS or name.endswith("_loss"):
+    if name in MEANS or name.endswith("_loss"):
         return kwargs.get("reduction", "mean") in ("mean", "batchmean")
     if name in _MULTIPLES and len(tensors) == 1:  # a mean times a number of samples is a sum
         return is_known_mean(tensors[0]) and not any(map(_may_count, (*args, *kwargs.values())))

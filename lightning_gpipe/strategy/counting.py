@@ -8,12 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_gpipe.model.means import MEANS
 from lightning_gpipe.model.step_trace import StepTrace
 
 #: Losses that are means over the targets that count, by the weights of their classes.
 _SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
-#: Losses whose names don't end as others' do.
-_OTHERWISE = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"}
+#: Means over what their arguments' shapes don't tell.
+_UNKNOWN = {"ctc_loss", "nanmean"}
 #: Losses that are means by the weights of their elements.
 _BY_WEIGHT = {"mse_loss", "l1_loss"}
 
@@ -59,7 +60,7 @@ def _number_of(name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) 
     """
     if name == "kl_div" and kwargs.get("reduction") == "batchmean":
         number = len(tensors[0])
-    elif name in ("mean", "kl_div", *_OTHERWISE) or (name.endswith("_loss") and name != "ctc_loss"):
+    elif (name in MEANS or name.endswith("_loss")) and name not in _UNKNOWN:
         number = max(tensor.numel() for tensor in tensors[:2])
     else:
         return None
