@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import Blocks, GPipeStrategy
 from lightning_gpipe.model.backbone import find_backbone
+from lightning_gpipe.model.loop import WatchedPlace
+from lightning_gpipe.model.places import Place
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import train
@@ -526,3 +528,16 @@ class CopyingLooped(Copying, Looped):
 @pytest.mark.parametrize("kind", ["Copying", "CopyingLooped"])
 def test_a_copy_of_blocks_has_no_pipeline(kind: str) -> None:
     run_ranks(pipelined, 2, kind, 2, "params")
+
+
+def test_a_buffer_that_a_part_of_a_block_gets_later_is_watched() -> None:
+    module = nn.Linear(2, 2)
+    watched = WatchedPlace(Place("part", module))
+    before = watched.now()
+    assert not watched.has_changed(*before)
+    module.register_buffer("scale", torch.ones(1))
+    assert watched.has_changed(*before)
+    before = watched.now()
+    assert not watched.has_changed(*before)
+    module.scale.mul_(2)
+    assert watched.has_changed(*before)
