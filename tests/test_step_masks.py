@@ -74,6 +74,7 @@ class Validates(models.Language):
             "triplet": functional.triplet_margin_loss(scores, goal, -goal),
             "shares": functional.cross_entropy(scores, goal, WEIGHTS),
             "weighted": functional.mse_loss(scores, goal, weight=goal),
+            "absolute": functional.l1_loss(scores, goal, weight=goal),
         }
         self.log_dict(losses)
         self.log_dict({f"root of {name}": loss.abs().sqrt() for name, loss in losses.items()})

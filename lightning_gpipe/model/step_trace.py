@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -214,6 +215,8 @@ class StepTrace(TorchFunctionMode):
             return read_metadata(func, args, kwargs)
         name = name_of(func)
         self._count(name)
+        if name == "l1_loss":
+            kwargs = _with_weight(func, kwargs)
         tensors = tensors_in((args, kwargs))
         written = self._views.written(name, args, kwargs)
         where = self.where(tensors)
@@ -353,3 +356,12 @@ def _apart(what: str, tensors: Iterable[Tensor], where: Callable[[Tensor], Where
         " comes later must be there from then on, multiplied by 0. Else use"
         " GPipeStrategy(step='mini-batch')."
     )
+
+
+def _with_weight(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``l1_loss`` with its ``weight``, which PyTorch 2.8 to 2.14 keeps to itself."""
+    frame: FrameType | None = sys._getframe(1)
+    code = getattr(func, "__code__", None)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return kwargs if frame is None else {"weight": frame.f_locals.get("weight"), **kwargs}
