@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from types import FrameType
 from typing import Any, cast
 
@@ -259,6 +260,7 @@ def _steps_optimizers(frame: FrameType | None) -> bool:
     return False
 
 
+@cache
 def writes(name: str) -> bool:
     """Whether a function changes its first argument."""
     return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import origin_of
 
 #: Functions that give a mean by default, beside those whose names end with "_loss".
@@ -22,34 +22,26 @@ _MULTIPLES |= {"__mul__", "__rmul__", "__truediv__", "__neg__"}
 _MULTIPLES |= {"__imul__", "__itruediv__", "mul_", "div_"}
 
 
-def is_mean(
-    name: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a function gives a mean over samples, if it gives a scalar.
-
-    Args:
-        name: The function's.
-        tensors: What it is given.
-        args: The same, with all else.
-        kwargs: The same.
-    """
+def is_mean(ran: Ran) -> bool:
+    """Whether a function gave a mean over samples, if it gave a scalar."""
+    name, given = ran.name, ran.given
     if name in MEANS or name.endswith("_loss"):
-        return kwargs.get("reduction", "mean") in ("mean", "batchmean")
-    if name in _MULTIPLES and len(tensors) == 1:  # a mean times a number of samples is a sum
-        return is_known_mean(tensors[0]) and not any(map(_may_count, (*args, *kwargs.values())))
+        return ran.kwargs.get("reduction", "mean") in ("mean", "batchmean")
+    if name in _MULTIPLES and len(given) == 1:  # a mean times a number of samples is a sum
+        others = (*ran.args, *ran.kwargs.values())
+        return is_known_mean(given[0]) and not any(map(_may_count, others))
     if name in _SAME:
-        return is_known_mean(tensors[0])
-    return name in _SUMS and all(map(is_known_mean, tensors))
+        return is_known_mean(given[0])
+    return name in _SUMS and all(map(is_known_mean, given))
 
 
-def is_linear(
-    name: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a function gives a sum, a multiple or a part of what it is given; see is_mean."""
-    if name in _SUMS:  # Python's sum begins with 0
-        others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+def is_linear(ran: Ran) -> bool:
+    """Whether a function gave a sum, a multiple or a part of what it was given."""
+    if ran.name in _SUMS:  # Python's sum begins with 0
+        others = (v for v in (*ran.args, *ran.kwargs.values()) if not isinstance(v, Tensor))
         return all(value == 0 for value in others)
-    return name in _SAME or name in _PARTS or (name in _MULTIPLES and len(tensors) == 1)
+    is_multiple = ran.name in _MULTIPLES and len(ran.given) == 1
+    return is_multiple or ran.name in _SAME or ran.name in _PARTS
 
 
 def _may_count(value: Any) -> bool:

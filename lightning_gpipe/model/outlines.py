@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
-from lightning_gpipe.model.remote import on_meta, tensors_in, told
+from lightning_gpipe.model.remote import CONSTANTS, on_meta, tensors_in, told
 
 _REMEMBERED = 1000
 
@@ -31,7 +31,8 @@ class Outlines:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             func, args, kwargs = _without_masks(func, args, kwargs)
             try:
-                kind = func, torch.get_default_dtype(), _kind_of(args), _kind_of(kwargs)
+                kinds = *map(_kind_of, args), *((key, _kind_of(v)) for key, v in kwargs.items())
+                kind = func, torch.get_default_dtype(), len(args), *kinds
                 known = self._known.get(kind)
             except TypeError:  # an argument can't be hashed
                 return tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
@@ -127,15 +128,18 @@ def _places(entry: Any) -> tuple[Any, ...]:
 
 def _kind_of(value: Any) -> Any:
     """What tells arguments apart, but the values of tensors."""
+    kind = type(value)
+    if kind in CONSTANTS:
+        return kind, value
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
-        return type(value), *map(_kind_of, value)
+        return kind, *map(_kind_of, value)
     if isinstance(value, dict):
         return dict, *((key, _kind_of(item)) for key, item in value.items())
     if isinstance(value, slice):
         return slice, _kind_of(value.start), _kind_of(value.stop), _kind_of(value.step)
-    return type(value), value
+    return kind, value
 
 
 def _outline(func: Any, args: Any, kwargs: Any) -> Any:

@@ -10,9 +10,9 @@ has it, and is an ordinary tensor's equal from then on. See
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,6 +92,8 @@ class RemoteTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if args and type(args[0]) is cls and is_metadata(func):
+            return read_metadata(func, args, kwargs)
         if any(t._gpipe_value is None for t in remote_in((args, kwargs))):
             if is_metadata(func):
                 return read_metadata(func, args, kwargs)
@@ -185,19 +187,23 @@ def read_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if isinstance(tensor, RemoteTensor):
         if tensor._gpipe_value is not None:
             return func(tensor._gpipe_value, *args[1:], **kwargs)
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        device = tensor._gpipe_device
-        if attribute in ("device", "is_meta", "is_cuda", "is_cpu"):
-            return {
-                "device": device,
-                "is_meta": False,
-                "is_cuda": device.type == "cuda",
-                "is_cpu": device.type == "cpu",
-            }[attribute]
-        if name_of(func) == "get_device":
-            return device.index if device.index is not None else -1
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in _OF_DEVICE:
+            return _OF_DEVICE[name](tensor._gpipe_device)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+#: What a device tells of the tensors on it.
+_OF_DEVICE: dict[str, Callable[[torch.device], Any]] = {
+    "device": lambda device: device,
+    "get_device": lambda device: -1 if device.index is None else device.index,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
+    "is_meta": lambda device: False,
+}
 
 
 def name_of(func: Any) -> str:
@@ -216,26 +222,41 @@ def destination(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     return torch.device(given) if kwargs.keys() <= {"device", "non_blocking"} else None
 
 
-_CONSTANTS = {type(None), bool, int, float, str}
+#: Types of arguments that hold no tensors.
+CONSTANTS = {type(None), bool, int, float, str}
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
     found: list[Tensor] = []
-    for item in cast(Iterable[Any], value):
-        if type(item) in _CONSTANTS:
-            continue
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (list, tuple, dict)) and item:
-            found += tensors_in(item)
+    _gather((value,), found)
     return found
+
+
+def tensors_given(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors in the arguments of a function."""
+    found: list[Tensor] = []
+    _gather(args, found)
+    if kwargs:
+        _gather(kwargs.values(), found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is RemoteTensor:
+            found.append(value)
+        elif kind in CONSTANTS:
+            continue
+        elif isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)
 
 
 def remote_in(value: Any) -> Iterator[RemoteTensor]:
@@ -250,14 +271,20 @@ def unknown_in(value: Any) -> Iterator[RemoteTensor]:
 
 def told(leaf: Any) -> Any:
     """What a remote tensor stands for, if it was told."""
-    if isinstance(leaf, RemoteTensor) and leaf._gpipe_value is not None:
+    if type(leaf) is RemoteTensor and leaf._gpipe_value is not None:
         return leaf._gpipe_value
     return leaf
 
 
 def device_of(tensor: Tensor) -> torch.device:
     """Where a tensor is, or where its values will be."""
-    return tensor._gpipe_device if isinstance(tensor, RemoteTensor) else tensor.device
+    return tensor._gpipe_device if type(tensor) is RemoteTensor else tensor.device
+
+
+def wants_gradient(tensors: Iterable[Tensor]) -> bool:
+    """Whether any tensor requires a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(told(tensor).requires_grad for tensor in tensors)
 
 
 def on_meta(leaf: Any) -> Any:

@@ -27,6 +27,7 @@ from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.numbered import Numbered
 from lightning_gpipe.model.outlines import Outlines
+from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import (
     NotHere,
     Number,
@@ -40,8 +41,10 @@ from lightning_gpipe.model.remote import (
     origin_of,
     read_metadata,
     refusal,
+    tensors_given,
     tensors_in,
     told,
+    wants_gradient,
 )
 from lightning_gpipe.model.written import Views
 
@@ -61,11 +64,8 @@ _OF = "_gpipe_of"
 #: Python asks a remote tensor on the right first, so other stages call the one for the other.
 _REFLECTED = {"gt": "lt", "ge": "le", "__gt__": "__lt__", "__ge__": "__le__"}
 _NOTHING: frozenset[int] = frozenset()
-#: Told of every function of a step: who follows it, the function, the tensors among its arguments,
-#: all of these, its result, and whether it changes nothing and draws no random number.
-Follow: TypeAlias = Callable[
-    ["StepTrace", Any, list[Tensor], tuple[tuple[Any, ...], dict[str, Any]], Any, bool], None
-]
+#: Told of every function of a step, and of who follows it.
+Follow: TypeAlias = Callable[["StepTrace", Ran], None]
 _KEPT = (
     "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
     " which stage {stage} alone has. Return it with the backbone's output, shape [batch, ...], and"
@@ -196,8 +196,7 @@ class StepTrace(TorchFunctionMode):
 
     def where(self, value: Any) -> Where | None:
         """The stages that have all of a value; None: every stage."""
-        places = [where for where in map(self._where, tensors_in(value)) if where is not None]
-        return frozenset.intersection(*places) if places else None
+        return self._where_all(tensors_in(value))
 
     def forget(self) -> None:
         """Let go of a mini-batch; what was told is everywhere."""
@@ -217,54 +216,48 @@ class StepTrace(TorchFunctionMode):
         self._count(name)
         if name == "l1_loss":
             kwargs = _with_weight(func, kwargs)
-        tensors = tensors_in((args, kwargs))
+        given = tensors_given(args, kwargs)
         written = self._views.written(name, args, kwargs)
-        where = self.where(tensors)
+        where = self._where_all(given)
         if where is not None and not where:
-            raise NotHere(_apart(name, tensors, self._where))
-        is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in tensors)
+            raise NotHere(_apart(name, given, self._where))
+        is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in given)
+        draws = _may_draw(name)
         if where is None or self.stage in where:
-            if _may_draw(name):
+            if draws:
                 self._seed(self.micro_batch, self._calls)
-            if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
+            if any(type(tensor) is RemoteTensor for tensor in given):
                 args, kwargs = tree_map(told, (args, kwargs))
             result = func(*args, **kwargs)
-            if is_kept:
-                self.keep(tensors_in(result))
         elif is_kept:
             raise NotHere(_KEPT.format(name=name, stage=self.stage))
         elif name == "__bool__" and sys._getframe(1).f_globals.get("__name__") in _CHECKS:
             return True  # the stage that has them looks
         else:
-            result = self._remotely(func, name, args, kwargs, tensors, where)
-        if where is not None or self.uses is not None:
-            is_a_mean = where is not None and is_mean(name, tensors, args, kwargs)
-            self._note_all(name, tensors, result, written, where, is_a_mean)
+            result = self._remotely(func, name, args, kwargs, given, where)
+        made = tensors_in(result)
+        if is_kept:
+            self.keep(made)
         if where is None:
-            self._views.note(func, tensors, result)
+            self._views.note(func, given, made)
+        ran = Ran(func, name, args, kwargs, given, result, made, not written and not draws)
+        if where is not None or self.uses is not None:
+            self._note_all(ran, written, where)
         if self.follow is not None:
-            is_free = not written and not _may_draw(name)
-            self.follow(self, func, tensors, (args, kwargs), result, is_free)
+            self.follow(self, ran)
         return result
 
-    def _note_all(
-        self,
-        name: str,
-        tensors: list[Tensor],
-        result: Any,
-        written: list[Tensor],
-        where: Where | None,
-        is_a_mean: bool,
-    ) -> None:
+    def _note_all(self, ran: Ran, written: list[Tensor], where: Where | None) -> None:
         """Note what a function has made or changed: where it is, and of which parameters."""
-        of = self.uses.of(tensors) if self.uses is not None else _NOTHING
+        of = self.uses.of(ran.given) if self.uses is not None else _NOTHING
         if self.uses is not None and where is not None:
             self.uses.after |= of
-        made = tensors_in(result)
+        made = [*ran.made]
         if written:
             made = [*written, *(t for t in made if all(t is not other for other in written))]
-        if where is not None and name in _MOVE_STATISTICS:
-            made += [t for t in tensors[1:3] if not isinstance(t, nn.Parameter)]
+        if where is not None and ran.name in _MOVE_STATISTICS:
+            made += [t for t in ran.given[1:3] if not isinstance(t, nn.Parameter)]
+        is_a_mean = where is not None and is_mean(ran)
         for i, tensor in enumerate(made):
             if where is not None:
                 number = Number(self.micro_batch, self._calls, i)
@@ -274,16 +267,26 @@ class StepTrace(TorchFunctionMode):
 
     def _count(self, name: str) -> None:
         self._calls += 1
-        self.mark = zlib.crc32(_REFLECTED.get(name, name).encode(), self.mark)
+        self.mark = zlib.crc32(_mark_of(name), self.mark)
+
+    def _where_all(self, tensors: Iterable[Tensor]) -> Where | None:
+        """The stages that have all of some tensors; None: every stage."""
+        found = None
+        for tensor in tensors:
+            where = self._where(tensor)
+            if where is not None and where is not found:
+                found = where if found is None else found & where
+        return found
 
     def _where(self, tensor: Tensor) -> Where | None:
         """The stages that have a tensor's values; None: all."""
-        if isinstance(tensor, RemoteTensor) and tensor._gpipe_value is not None:
-            return None
         origin = origin_of(tensor)
         if origin is None and (base := self._views.base_of(tensor)) is not None:
             origin = origin_of(base)
-        return origin.where if origin is not None else self.holders(tensor)
+        if origin is None:
+            return self.holders(tensor)
+        is_told = type(tensor) is RemoteTensor and tensor._gpipe_value is not None
+        return None if is_told else origin.where
 
     def _note(self, tensor: Tensor, origin: Origin) -> None:
         self.values.note(tensor, origin)
@@ -303,10 +306,8 @@ class StepTrace(TorchFunctionMode):
             if device_of(inputs[0]) == goal:
                 return inputs[0]
             func, args, kwargs = Tensor.to, (inputs[0], goal), {}
-        device = next((d for d in _devices(args, kwargs) if d.type != "meta"), None)
-        found = (device_of(tensor) for tensor in inputs)
-        to = device or next((d for d in found if d.type != "meta"), self.device)
-        keeps = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        to = _device((*args, *kwargs.values(), *map(device_of, inputs)), self.device)
+        keeps = torch.is_grad_enabled() and wants_gradient(inputs)
         keeps = keeps and name not in _WITHOUT_GRADIENT
         try:
             leaves, spec = self._outlines.of(func, args, kwargs)
@@ -325,7 +326,14 @@ class StepTrace(TorchFunctionMode):
             raise NotHere(refusal(name, inputs[0], where))
         origin = Origin(Number(self.micro_batch, self._calls, 0), where)
         remote = partial(RemoteTensor.like, device=to, origin=origin, requires_grad=keeps)
-        return tree_unflatten([leaf if leaf is None else remote(leaf) for leaf in leaves], spec)
+        made = [leaf if leaf is None else remote(leaf) for leaf in leaves]
+        return made[0] if spec.is_leaf() else tree_unflatten(made, spec)
+
+
+@cache
+def _mark_of(name: str) -> bytes:
+    """What a function adds to the mark of all that were called."""
+    return _REFLECTED.get(name, name).encode()
 
 
 @cache
@@ -340,11 +348,12 @@ def _are_on_meta(leaves: Iterable[Any]) -> bool:
     return bool(found) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in found)
 
 
-def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.device]:
-    """Devices among arguments."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.device):
-            yield value
+def _device(values: Iterable[Any], default: torch.device) -> torch.device:
+    """The first device among values on which tensors have values."""
+    for value in values:
+        if isinstance(value, torch.device) and value.type != "meta":
+            return value
+    return default
 
 
 def _apart(what: str, tensors: Iterable[Tensor], where: Callable[[Tensor], Where | None]) -> str:

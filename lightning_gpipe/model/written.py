@@ -20,19 +20,19 @@ class Views:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}  # by id
 
-    def note(self, func: Any, tensors: Sequence[Tensor], result: Any) -> None:
+    def note(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Note views that a function has made: who changes them changes what they are of, too.
 
         Args:
             func: The function.
-            tensors: What it was given.
-            result: What it gave.
+            given: The tensors that it was given.
+            made: Those that it has made.
         """
-        for made in tensors_in(result):
-            if tensors and made is not tensors[0] and (made._is_view() or func == _GET_DATA):
-                base = self.base_of(tensors[0])
-                bases = weakref.ref(tensors[0] if base is None else base)
-                self._known[id(made)] = weakref.ref(made), bases
+        for view in made:
+            if given and view is not given[0] and (view._is_view() or func == _GET_DATA):
+                base = self.base_of(given[0])
+                bases = weakref.ref(given[0] if base is None else base)
+                self._known[id(view)] = weakref.ref(view), bases
 
     def base_of(self, tensor: Tensor) -> Tensor | None:
         """What a tensor is a view of; None if it isn't known to be one."""

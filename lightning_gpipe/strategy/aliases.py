@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 from torch import Tensor, nn
+
+from lightning_gpipe.model.ran import Ran
 
 #: Functions whose result may be another tensor of the memory of the first one that they are given.
 _VIEWS = {"detach", "view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "select"}
@@ -26,11 +27,11 @@ class Aliases:
         """Forget the mini-batch."""
         self._found.clear()
 
-    def note(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def note(self, ran: Ran) -> None:
         """Note what a function has made of tensors. Parameters may get no weak references."""
-        if name in _VIEWS and given and not isinstance(given[0], nn.Parameter):
-            common = self._common(given[0]) or object()
-            self._found.update((id(t), (weakref.ref(t), common)) for t in (given[0], *made))
+        if ran.name in _VIEWS and ran.given and not isinstance(ran.given[0], nn.Parameter):
+            common = self._common(ran.given[0]) or object()
+            self._found.update((id(t), (weakref.ref(t), common)) for t in (ran.given[0], *ran.made))
 
     def of(self, tensor: Tensor) -> set[int]:
         """The ids of a tensor and those of its memory."""

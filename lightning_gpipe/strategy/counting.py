@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_gpipe.model.means import MEANS
+from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import StepTrace
 
 #: Losses that are means over the targets that count, by the weights of their classes.
@@ -19,30 +19,23 @@ _UNKNOWN = {"ctc_loss", "nanmean"}
 _BY_WEIGHT = {"mse_loss", "l1_loss"}
 
 
-def count_of(
-    trace: StepTrace,
-    name: str,
-    tensors: Sequence[Tensor],
-    args: tuple[tuple[Any, ...], dict[str, Any]],
-) -> Tensor | None:
+def count_of(trace: StepTrace, ran: Ran) -> Tensor | None:
     """What a mean is over: elements, or targets that count.
 
     Args:
         trace: Follows the step.
-        name: The function's that has made it.
-        tensors: What it was given.
-        args: The same, with all else.
+        ran: The function that has made it.
 
     Returns:
         Their number, or one in proportion to it; None: it isn't known.
     """
-    positional, kwargs = args
-    given = dict(zip(("input", "target", "weight"), positional, strict=False)) | kwargs
+    name = ran.name
+    given = dict(zip(("input", "target", "weight"), ran.args, strict=False)) | {**ran.kwargs}
     targets, weights = cast(Tensor, given.get("target")), given.get("weight")
     skips = name in _SKIPPING and not targets.is_floating_point()
     by_weight = name in _BY_WEIGHT and weights is not None
     if not skips and not by_weight:
-        return _number_of(name, tensors, kwargs)
+        return _number_of(ran)
     if trace.where((targets, weights) if skips else weights) is not None:
         return None
     if by_weight:
@@ -53,15 +46,16 @@ def count_of(
     return counted.sum()
 
 
-def _number_of(name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+def _number_of(ran: Ran) -> Tensor | None:
     """Over how many elements, or in proportion to them, a function takes a mean.
 
     None: it isn't known.
     """
-    if name == "kl_div" and kwargs.get("reduction") == "batchmean":
-        number = len(tensors[0])
+    name, given = ran.name, ran.given
+    if name == "kl_div" and ran.kwargs.get("reduction") == "batchmean":
+        number = len(given[0])
     elif (name in MEANS or name.endswith("_loss")) and name not in _UNKNOWN:
-        number = max(tensor.numel() for tensor in tensors[:2])
+        number = max(tensor.numel() for tensor in given[:2])
     else:
         return None
     return torch.tensor(number, device="cpu")

@@ -22,6 +22,7 @@ from torchmetrics.image import (
 )
 from torchmetrics.wrappers import MinMaxMetric, Running
 
+from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.model.remote import Where, tensors_in
 from lightning_gpipe.model.step_trace import Follow, StepTrace
@@ -290,9 +291,9 @@ class StepMetrics:
             metric.__dict__.update(state, _computed=None)
 
 
-def _both(one: Follow, other: Follow, *what: Any) -> None:
-    one(*what)
-    other(*what)
+def _both(one: Follow, other: Follow, trace: StepTrace, ran: Ran) -> None:
+    one(trace, ran)
+    other(trace, ran)
 
 
 def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.comm.looks import is_due
-from lightning_gpipe.model.remote import name_of, tensors_in
+from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import StepTrace
 
 _MIXED = (
@@ -70,17 +70,9 @@ class StepMixing:
             if samples > 1 and self._has_rows(tensor)
         }
 
-    def follow(
-        self,
-        trace: StepTrace,
-        func: Any,
-        tensors: list[Tensor],
-        args: tuple[tuple[Any, ...], dict[str, Any]],
-        result: Any,
-        is_free: bool,
-    ) -> None:
+    def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function of a step has made; see :data:`step_trace.Follow`."""
-        noted = (self._made.get(id(tensor)) for tensor in tensors)
+        noted = (self._made.get(id(tensor)) for tensor in ran.given)
         found = [made for made in noted if made is not None and made.tensor() is not None]
         if self._is_told or trace.has_arrived or not found:
             return
@@ -90,16 +82,16 @@ class StepMixing:
             self._is_told = True
             rank_zero_warn(_MIXED.format(name=mixes))
             return
-        name, (given, mixer), results = name_of(func), found[0][1:], tensors_in(result)
-        if args[0] and id(args[0][0]) in self._made and _moves(name, *args):
+        given, mixer = found[0][1:]
+        if ran.args and id(ran.args[0]) in self._made and _moves(ran.name, ran.args, ran.kwargs):
             if mixer is not None:
                 return  # perhaps back
-            mixer = name
+            mixer = ran.name
         elif any(made.given != given for made in found):
             return
-        elif name in _REDUCES and all(map(self._is_of_all, results)):
-            mixer = mixer or name
-        for tensor in results:
+        elif ran.name in _REDUCES and all(map(self._is_of_all, ran.made)):
+            mixer = mixer or ran.name
+        for tensor in ran.made:
             if not tensor.requires_grad and (mixer is not None or self._has_rows(tensor)):
                 self._made[id(tensor)] = _Made(weakref.ref(tensor), given, mixer)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from lightning_gpipe.model.ran import Ran
 
 #: Functions that take the dimensions as their third argument.
 _DIM_IS_THIRD = {"norm", "linalg_norm", "linalg_vector_norm", "quantile", "nanquantile"}
 #: Functions that make several tensors of the rows of one.
 _PARTS = {"chunk", "narrow", "select", "split", "split_with_sizes", "tensor_split"}
 _PARTS |= {"unbind", "unsafe_chunk", "unsafe_split"}
+#: Functions that may choose elements, or take rows of some samples alone.
+CHOOSING = {"__getitem__", "index_select", "masked_select", *_PARTS}
 _FEATURES = 2**15  # that a mean over samples may have: every stage is told them
 
 
@@ -26,13 +30,13 @@ def may_be_rows(tensor: Tensor, *numbers: int) -> bool:
     return tensor.ndim > 0 and any(tensor.shape[0] % max(number, 1) == 0 for number in numbers)
 
 
-def chooses(name: str, args: Sequence[Any]) -> bool:
-    """Whether a function chooses elements by a mask, or by their places."""
-    if name in ("masked_select", "index_select"):
+def chooses(ran: Ran) -> bool:
+    """Whether a function has chosen elements by a mask, or by their places."""
+    if ran.name in ("masked_select", "index_select"):
         return True
-    if name != "__getitem__":
+    if ran.name != "__getitem__":
         return False
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    index = ran.args[1] if isinstance(ran.args[1], tuple) else (ran.args[1],)
     arrays = (list, np.ndarray)
     return any(isinstance(e, arrays) or (isinstance(e, Tensor) and e.ndim > 0) for e in index)
 
@@ -42,11 +46,12 @@ def is_of_all(tensor: Tensor, samples: int) -> bool:
     return all(size % max(samples, 1) for size in tensor.shape)
 
 
-def takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool:
-    """Whether a function takes the rows of samples one by one."""
+def takes_one(ran: Ran, samples: int) -> bool:
+    """Whether a function has taken the rows of samples one by one."""
+    name, args = ran.name, ran.args
     if name not in ("__getitem__", "select", "unbind") or not _is_given_first(args):
         return False
-    rows, where = args[0], (*args[1:], *kwargs.values(), 0)[0]
+    rows, where = args[0], (*args[1:], *ran.kwargs.values(), 0)[0]
     if name == "__getitem__":
         is_first = _is_number(where[0] if isinstance(where, tuple) and where else where)
     else:
@@ -55,13 +60,14 @@ def takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples
     return is_first and bool(rest) and len(rows) == samples and samples not in rest
 
 
-def takes_some(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool:
-    """Whether a function may take rows of some samples alone."""
+def takes_some(ran: Ran, samples: int) -> bool:
+    """Whether a function may have taken rows of some samples alone."""
+    name, args = ran.name, ran.args
     if (name != "__getitem__" and name not in _PARTS) or not _is_given_first(args):
         return False
     if name != "__getitem__":
         place = 1 if name in ("narrow", "select", "unbind") else 2
-        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+        dim = ran.kwargs.get("dim", args[place] if len(args) > place else 0)
         is_some = dim != -1 and dim <= 0
     else:
         index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
@@ -69,23 +75,17 @@ def takes_some(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], sample
     return is_some and args[0].ndim > 1 and may_be_rows(args[0], samples)
 
 
-def are_of_features(
-    name: str,
-    given: Tensor,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    made: Tensor,
-    samples: int,
-) -> bool:
-    """Whether a function that reduces dimensions gives a number for each feature, of all samples.
+def are_of_features(ran: Ran, made: Tensor, samples: int) -> bool:
+    """Whether a function that reduces dimensions gave a number for each feature, of all samples.
 
     Where another dimension may be that of the samples, it doesn't tell.
     """
+    given = ran.given[0]
     if not given.ndim or not made.ndim or made.numel() > _FEATURES:
         return False
     rows, *features = given.shape
     is_rows = rows == samples or (len(features) == 1 and may_be_rows(given, samples))
-    return is_rows and samples not in features and _is_along_first(name, given, args, kwargs)
+    return is_rows and samples not in features and _is_along_first(ran)
 
 
 def _is_given_first(args: Sequence[Any]) -> bool:
@@ -96,11 +96,9 @@ def _is_number(index: Any) -> bool:
     return type(index) is int or (isinstance(index, Tensor) and not index.ndim)
 
 
-def _is_along_first(
-    name: str, rows: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a function that reduces dimensions reduces the first one."""
-    place = 2 if name in _DIM_IS_THIRD else 1
+def _is_along_first(ran: Ran) -> bool:
+    """Whether a function that reduces dimensions has reduced the first one."""
+    args, kwargs, place = ran.args, ran.kwargs, 2 if ran.name in _DIM_IS_THIRD else 1
     dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
-    return any(type(each) is int and each % rows.ndim == 0 for each in dims)
+    return any(type(each) is int and each % ran.given[0].ndim == 0 for each in dims)

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.means import is_known_mean, is_linear, is_mean
-from lightning_gpipe.model.remote import name_of, origin_of, tensors_in
+from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
 from lightning_gpipe.strategy.counting import count_of
@@ -39,6 +40,7 @@ from lightning_gpipe.strategy.recipes import (
     mean_of,
 )
 from lightning_gpipe.strategy.step_rows import (
+    CHOOSING,
     are_of_features,
     chooses,
     is_of_all,
@@ -54,6 +56,7 @@ _OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_ve
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
 _PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_"}
+_COPIES = {"clone", "detach"}
 #: What changes a scalar in place, and what gives the same.
 _IN_PLACE = {
     **dict.fromkeys(("__iadd__", "add_"), torch.add),
@@ -97,73 +100,66 @@ class StepValues:
         for i, tensor in enumerate(tensors_in(values)):
             self._note(tensor, Given(call, i))
 
-    def follow(
-        self,
-        trace: StepTrace,
-        func: Any,
-        tensors: Sequence[Tensor],
-        args: tuple[tuple[Any, ...], dict[str, Any]],
-        result: Any,
-        is_free: bool,
-    ) -> None:
-        """Note what a function of a step has made.
-
-        Args:
-            trace: Follows the step.
-            func: The function.
-            tensors: Those that it was given.
-            args: All that it was given.
-            result: What it has made.
-            is_free: Whether it does nothing else: changes no tensor, draws no random number.
-        """
-        name, made = name_of(func), tensors_in(result)
-        recipes = {id(t): self.recipe_of(t) for t in tensors if id(t) in self._known}
+    def follow(self, trace: StepTrace, ran: Ran) -> None:
+        """Note what a function of a step has made; see :data:`step_trace.Follow`."""
+        name, given, made = ran.name, ran.given, ran.made
+        recipes: dict[int, Recipe | None] = {}
+        if self._known:
+            recipes = {id(t): self.recipe_of(t) for t in given if id(t) in self._known}
         known = [recipe for recipe in recipes.values() if recipe is not None]
-        if not known and self._is_of_one_sample(name, tensors, args, made):
+        if not known and self._is_of_one_sample(ran):
             return
-        if takes_some(name, *args, self.samples):
-            self._parted.add(trace.micro_batch)
-        if chooses(name, args[0]):
-            self._chosen.update(len(tensor) for tensor in made if tensor.ndim)
-        self._aliases.note(name, tensors, made)
-        means = [t for t in tensors if recipes.get(id(t)) is None and _is_mean(t)]
-        if not known and (not means or _may_be_mean(result)):  # as of most functions
-            if isinstance(result, Tensor):
-                found = self._reduced(trace, name, tensors, args, result)
-                if found is None and not _may_be_mean(result):
-                    found = self._quotient(trace, name, args[0], {}, result)
-                self._note(result, found)
+        if name in CHOOSING:
+            self._note_rows(trace, ran)
+        self._aliases.note(ran)
+        means = [t for t in given if is_known_mean(t) and not t.ndim]
+        means = [t for t in means if recipes.get(id(t)) is None]
+        if not known and (not means or _may_be_mean(ran.result)):  # as of most functions
+            if isinstance(ran.result, Tensor):
+                found = self._reduced(trace, ran, ran.result)
+                if found is None and name in _QUOTIENTS and not is_known_mean(ran.result):
+                    found = self._quotient(trace, ran, {})
+                self._note(ran.result, found)
+            return
+        if name in _COPIES and len(known) == len(given) == len(made):
+            self._note(made[0], known[0])
             return
         is_of_metrics = any(recipe.is_of_metrics for recipe in known)
         others = [recipe for recipe in known if isinstance(recipe, Other)]
-        changed = () if is_free else (*args[0][:1], args[1].get("out"))
+        is_free = ran.is_free
+        changed = () if is_free else (*ran.args[:1], ran.kwargs.get("out"))
         is_changed = any(map(self.recipe_of, changed))
-        if is_changed and name in _IN_PLACE and not tensors[0].ndim:
-            func, is_free = _IN_PLACE[name], True
-            self._forget(self._aliases.of(tensors[0]))
+        if is_changed and name in _IN_PLACE and not given[0].ndim:
+            ran, is_free = ran._replace(function=_IN_PLACE[name]), True
+            self._forget(self._aliases.of(given[0]))
         elif is_changed:
             self._forget(self._known)
         if others and not is_of_metrics:
-            if name in _PRODUCTS and any(
-                type(each) in (int, float) and not each for each in args[0]
-            ):
+            if name in _PRODUCTS and any(type(v) in (int, float) and not v for v in ran.args):
                 return  # nothing is left of it
-            is_whole = len(known) == len(tensors)
-            quotient = self._quotient(trace, name, args[0], recipes, result)
-            keeps = is_whole and is_linear(name, tensors, *args) and all(map(is_sum, known))
+            is_whole = len(known) == len(given)
+            quotient = self._quotient(trace, ran, recipes) if name in _QUOTIENTS else None
+            keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             recipe: Recipe = quotient or Other(tuple(pairs), keeps)
             for tensor in made:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
-        elif is_free and _MIXED not in known and len(known) + len(means) == len(tensors):
+        elif is_free and _MIXED not in known and len(known) + len(means) == len(given):
             recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
-            args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), args)
+            args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), (ran.args, ran.kwargs))
             for i, tensor in enumerate(made):
-                self._note(tensor, Computed(func, args, i, is_of_metrics))
+                self._note(tensor, Computed(ran.function, args, i, is_of_metrics))
         elif is_of_metrics:
             for tensor in made:
                 self._note(tensor, _MIXED)
+
+    def _note_rows(self, trace: StepTrace, ran: Ran) -> None:
+        """Note that a function has taken rows of samples, or chosen some."""
+        if takes_some(ran, self.samples):
+            self._parted.add(trace.micro_batch)
+        if chooses(ran):
+            self._chosen.update(len(tensor) for tensor in ran.made if tensor.ndim)
 
     def _forget(self, places: Collection[int]) -> None:
         """Forget how tensors come about that may show what was changed in place, by id."""
@@ -176,74 +172,58 @@ class StepValues:
         if recipe is not None:
             self._known[id(tensor)] = weakref.ref(tensor), recipe
 
-    def _is_of_one_sample(
-        self,
-        name: str,
-        tensors: Sequence[Tensor],
-        args: tuple[tuple[Any, ...], dict[str, Any]],
-        made: Sequence[Tensor],
-    ) -> bool:
+    def _is_of_one_sample(self, ran: Ran) -> bool:
         """Whether a function computes with the row of a sample, or puts such together."""
-        of_one = sum(map(self._is_of_one, tensors)) if self._of_one else 0
-        if not of_one and not takes_one(name, *args, self.samples):
+        of_one = sum(map(self._is_of_one, ran.given)) if self._of_one else 0
+        if not of_one and not takes_one(ran, self.samples):
             return False
-        if name not in _TOGETHER and (name not in _SUMS or of_one < 2):
-            self._of_one.update((id(tensor), weakref.ref(tensor)) for tensor in made)
+        if ran.name not in _TOGETHER and (ran.name not in _SUMS or of_one < 2):
+            self._of_one.update((id(tensor), weakref.ref(tensor)) for tensor in ran.made)
         return True
 
     def _is_of_one(self, tensor: Tensor) -> bool:
         found = self._of_one.get(id(tensor))
         return found is not None and found() is tensor
 
-    def _reduced(
-        self,
-        trace: StepTrace,
-        name: str,
-        tensors: Sequence[Tensor],
-        args: tuple[tuple[Any, ...], dict[str, Any]],
-        result: Tensor,
-    ) -> Recipe | None:
+    def _reduced(self, trace: StepTrace, ran: Ran, result: Tensor) -> Recipe | None:
         """What a function makes of samples, as far as it isn't known to be a plain mean."""
-        is_total = name in _TOTALS or args[1].get("reduction") == "sum"
-        if name in _OTHERS or name in ("mean", "nanmean") or is_total:
+        name, is_total = ran.name, ran.name in _TOTALS or ran.kwargs.get("reduction") == "sum"
+        if is_total or name in _OTHERS or name in ("mean", "nanmean"):
             is_mean_of = not (is_total or name in _OTHERS)
-            rows, samples = tensors[0], self.samples
+            rows, samples = ran.given[0], self.samples
             is_found = not result.ndim and not is_mean_of
             is_found = is_found and may_be_rows(rows, samples, *self._chosen)
             if trace.micro_batch not in self._parted:
-                is_found = is_found or are_of_features(name, rows, *args, result, samples)
+                is_found = is_found or are_of_features(ran, result, samples)
             if is_found:
                 value = trace.values.keep(result)
                 if is_mean_of:
                     return Mean(value)
                 return Other(((name, value),), is_total, is_empty=not rows.numel())
-        counts = self.is_weighted or not self.trains
-        return _mean_made(trace, name, tensors, args, result, counts)
+        return _mean_made(trace, ran, result, self.is_weighted or not self.trains)
 
     def _quotient(
-        self,
-        trace: StepTrace,
-        name: str,
-        args: tuple[Any, ...],
-        recipes: Mapping[int, Recipe | None],
-        result: Any,
+        self, trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None]
     ) -> Mean | None:
         """What a function has divided by something, if it may be a mean."""
-        if name not in _QUOTIENTS or len(args) != 2 or not isinstance(args[0], Tensor):
+        if len(ran.args) != 2 or not isinstance(ran.args[0], Tensor):
             return None
-        divided, (_, divisor) = recipes.get(id(args[0])), args
+        divided, (_, divisor) = recipes.get(id(ran.args[0])), ran.args
         by, is_number = recipes.get(id(divisor)), not isinstance(divisor, Tensor)
         if divided is not None and not is_sum(divided):
             return None
         if divided is None:  # rows may be divided, and what is a mean without that
-            is_other = by is not None and not is_sum(by)
-            if is_other or not is_of_all(result, self.samples) or (is_number and result.ndim):
+            is_other, is_all = (
+                by is not None and not is_sum(by),
+                is_of_all(ran.result, self.samples),
+            )
+            if is_other or not is_all or (is_number and ran.result.ndim):
                 return None
         counts = divided is not None and (is_number or is_sum(by))
         kept = divisor if is_number else trace.values.keep(divisor)
         if counts and is_number and isinstance(divided, Other) and divided.is_empty:
             kept = 0  # not 1, as of max(count, 1)
-        return Mean(trace.values.keep(result), kept, counts)
+        return Mean(trace.values.keep(ran.result), kept, counts)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
@@ -343,36 +323,23 @@ def _text(what: str, functions: Sequence[str] | None) -> str | None:
     )
 
 
-def _mean_made(
-    trace: StepTrace,
-    name: str,
-    tensors: Sequence[Tensor],
-    args: tuple[tuple[Any, ...], dict[str, Any]],
-    made: Tensor,
-    counts: bool,
-) -> Mean | None:
+def _mean_made(trace: StepTrace, ran: Ran, made: Tensor, counts: bool) -> Mean | None:
     """A mean that a function has made; None: it made something else, or a plain one.
 
     Args:
         trace: Follows the step.
-        name: The function's.
-        tensors: What it was given.
-        args: The same, with all else.
+        ran: The function.
         made: What it has made.
         counts: Whether the mean counts by what it is over.
     """
-    is_everywhere = origin_of(made) is None and not made.ndim and is_mean(name, tensors, *args)
-    if not is_everywhere and not _is_mean(made):
+    origin = origin_of(made)
+    is_found = is_mean(ran) if origin is None else origin.is_mean
+    if not is_found or made.ndim:
         return None
-    count = count_of(trace, name, tensors, args) if counts else None
-    if is_everywhere:  # such as one of the batch
+    count = count_of(trace, ran) if counts else None
+    if origin is None:  # such as one of the batch
         return Mean(made.detach().clone(), count, count is not None, is_sure=True)
     return None if count is None else Mean(trace.values.keep(made), count, True, is_sure=True)
-
-
-def _is_mean(tensor: Tensor) -> bool:
-    """Whether it is known to be a mean over samples."""
-    return _may_be_mean(tensor) and not tensor.ndim
 
 
 def _may_be_mean(value: Any) -> bool:
