@@ -138,12 +138,10 @@ class ProcessesStrategy(PlacedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._heed_signals()
 
-    @override
-    def on_train_end(self) -> None:
-        self._heed_signals()
-
     def _heed_signals(self) -> None:
         self._connected.heed_signals(self._module.trainer)
+
+    on_train_end = on_validation_end = on_test_end = on_predict_end = _heed_signals
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -217,6 +217,8 @@ class Run:
 
     def evaluate(self, step: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of validation, test or prediction. Collective over the pipeline."""
+        if self._world.groups.replicas == 1:  # several may have different numbers of batches
+            self._world.heed_signals(self._trainer)
         self._evaluations += 1
         self.pipeline.begin_step(1, self._evaluations)
         if self._steps is not None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -293,12 +294,16 @@ class World:
     def heed_signals(self, trainer: Any) -> None:
         """Do between two steps what a signal to any rank asks for. Collective.
 
+        What comes in the validation of a fit waits for the next step of training.
+
         If SLURM has announced the end: save and requeue. On Ctrl-C: save and end, where a callback
         saves on exceptions.
 
         Raises:
             KeyboardInterrupt: In the latter case.
         """
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.training:
+            return
         requeue, interrupt = self._requeue, self._on_interrupt
         if requeue is not None and self.groups.any_of_all(requeue.is_pending):
             requeue.run()
