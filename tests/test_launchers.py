@@ -285,3 +285,13 @@ def test_the_process_that_has_forked_others(what: str, argument: str, tmp_path: 
         [*command, str(tmp_path) if argument == "." else argument], 90, cwd=ROOT, env=environment()
     )
     assert code == 0, screen
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+def test_a_worker_of_joblib_says_what_starts_there(
+    start_method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``multiprocessing`` has no context of the name that joblib gives there."""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "loky")
+    with pytest.raises(RuntimeError, match=r'can.t start processes here.*start_method="fork"'):
+        trainer(devices=2, strategy=GPipeStrategy(4, start_method=start_method)).fit(Around())

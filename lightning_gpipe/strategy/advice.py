@@ -85,6 +85,25 @@ def refuse_no_file() -> None:
         )
 
 
+def refuse_in_foreign_worker(start_method: str) -> None:
+    """Say how processes start in one that joblib has started.
+
+    Args:
+        start_method: How they would start, by running the script, or by ``multiprocessing``.
+
+    Raises:
+        RuntimeError: If ``multiprocessing`` doesn't know how this one was started.
+    """
+    own = multiprocessing.get_start_method(allow_none=True)
+    if own is not None and own not in multiprocessing.get_all_start_methods():
+        raise RuntimeError(
+            f"start_method={start_method!r} can't start processes here: this Trainer is in a worker"
+            f" process of another library ({own!r}, as joblib's), which Python can't start once"
+            ' more. Use GPipeStrategy(start_method="fork"), or let each training be a script of its'
+            " own."
+        )
+
+
 def warn_in_child() -> None:
     """Warn of what a script starts that is run once more, where it has started this process."""
     if multiprocessing.parent_process() is not None:

@@ -70,6 +70,7 @@ class ScriptLauncher(_lightning.ScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         advice.refuse_no_file()
+        advice.refuse_in_foreign_worker("popen")
         advice.warn_in_child()
         os.environ[STARTED_BY] = f"{os.getpid()} {self.num_processes}"
         keep_port(self.cluster_environment)
@@ -104,6 +105,8 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
             advice.refuse_tuner(trainer, self._start_method)
             if trainer.state.fn == TrainerFn.PREDICTING:
                 advice.warn_of_no_predictions(function, args, self._start_method)
+        if self._start_method == "spawn":
+            advice.refuse_in_foreign_worker("spawn")
         if self._start_method == "fork":
             advice.refuse_fork_of_autograd()
             leave_before_fork()
