@@ -145,6 +145,10 @@ MEANS: dict[str, Any] = {
     "of each sample's softmax": lambda _, x, y: (
         sum((x[i].softmax(0) * x[i].sort(0)[0])[:4].std(0) for i in range(len(x))) / len(x)
     ),
+    "of each sample's largest": lambda _, x, y: (
+        sum(x[i : i + 1].flatten().topk(2)[0].sum() for i in range(len(x))) / len(x)
+        + sum(row.flatten().sort()[0][:4].sum() for row in x.split(1)) / len(x)
+    ),
     "of two views again": lambda _, x, y: (
         F.mse_loss(*torch.cat([x, 2 * x]).chunk(2)) + torch.cat([x, x])[: len(x)].mean()
     ),
@@ -237,6 +241,11 @@ CURVED: dict[str, tuple[str, Any]] = {
     "standard deviations": ("std", lambda _, x, y: (1 - x.std(0)).relu().mean()),
     "variances": ("var", lambda _, x, y: x.var(0).mean()),
     "the hardest": ("topk", lambda _, x, y: each(x, y).topk(2)[0].mean()),
+    "the hardest elements": ("topk", lambda _, x, y: x.square().flatten().topk(8)[0].mean()),
+    "elements in order": (
+        "sort",
+        lambda _, x, y: x.flatten().sort(descending=True)[0] @ torch.linspace(1, 0, x.numel()),
+    ),
     "a median": ("median", lambda _, x, y: each(x, y).median()),
     "sums so far": ("cumsum", lambda _, x, y: each(x, y).cumsum(0).mean()),
     "risks": ("logcumsumexp", lambda _, x, y: (x[:, 0].logcumsumexp(0) - x[:, 0]).mean()),

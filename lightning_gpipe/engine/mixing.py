@@ -103,6 +103,8 @@ def _compares(node: Any, samples: int) -> bool:
 def _works_along(node: Any, samples: int) -> bool:
     """Whether an operation looks at samples together, or takes some of them."""
     name, shape = node.name(), shape_of(node) or _made(node)
+    if len(shape) == 1 and samples > 1 and shape[0] % samples == 0 and name.startswith(_ALONG):
+        return True  # along the elements of all samples, which stand in one row
     if not _is_by_sample(shape, samples) or not _is_along_first(node, len(shape)):
         return False
     if name.startswith("SplitBackward"):
@@ -163,7 +165,15 @@ def _is_along_first(node: Any, dims: int) -> bool:
 def is_of_one_sample(node: Any, of_samples: Collection[Any]) -> bool:
     """Whether a node computes with one sample's row, as in a loop over the samples."""
     nodes = nodes_of([node], lambda n: [given for given in next_of(n) if given in of_samples])
-    return any(n.name().startswith(("Select", "Unbind")) and n._saved_dim == 0 for n in nodes)
+    return any(_takes_one(n) for n in nodes)
+
+
+def _takes_one(node: Any) -> bool:
+    """Whether an operation takes one row."""
+    name = node.name()
+    if name.startswith(("SliceBackward", "SplitBackward")):
+        return node._saved_dim == 0 and _made(node)[:1] == [1]
+    return name.startswith(("Select", "Unbind")) and bool(node._saved_dim == 0)
 
 
 def sums_samples(node: Any, samples: int) -> bool:
