@@ -224,7 +224,7 @@ class Validates(Classifier):
     def on_train_epoch_end(self) -> None: ...
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, _ = batch
+        inputs, targets = batch
         scores = self.backbone(inputs)
         error, errors = functional.mse_loss(scores, inputs), (scores - inputs).square()
         mask = inputs > 0
@@ -242,6 +242,7 @@ class Validates(Classifier):
             "halved": lambda: errors.sum() / 2,
             "of bounded": lambda: (errors * mask).sum() / mask.sum().clamp(min=6),
             "explained": lambda: 1 - errors.sum() / ((inputs - inputs.mean(0)) ** 2).sum(),
+            "by targets": lambda: (2 * errors).sum() / (targets * (inputs[:, 0] > 1)).sum(),
             "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
             "sum": lambda: functional.mse_loss(scores, inputs, reduction="sum") + error,
             "count": lambda: 2 * (scores > inputs).sum().float(),
@@ -282,7 +283,7 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     assert "makes of all samples of each" in text
 
 
-@pytest.mark.parametrize("what", ["halved", "of bounded", "explained", "overlap"])
+@pytest.mark.parametrize("what", ["halved", "of bounded", "explained", "overlap", "by targets"])
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text
@@ -390,6 +391,16 @@ def test_complex_quotients_count_nothing() -> None:
     means = [Mean(torch.ones(()), torch.tensor(1j * i)) for i in (1, 2)]
     with pytest.raises(NoMean):
         mean_of(means, [1, 1])
+
+
+def test_what_one_micro_batch_has_divided_by_nothing_isn_t_known() -> None:
+    def quotient(by: list[float]) -> Any:
+        counts = [torch.tensor(count) for count in by]
+        return mean_of([Mean(torch.tensor(6.0) / n, n, counts=True) for n in counts], [1, 1])
+
+    assert quotient([2.0, 4.0]) == 2
+    with pytest.raises(NoMean):
+        quotient([2.0, 0.0])
 
 
 class Extremes(Classifier):

@@ -150,6 +150,8 @@ def _counted(values: Tensor, counts: Tensor) -> Tensor:
         return values[0]
     missing = [1] * (values.ndim - counts.ndim)
     counts = counts.view(len(counts), *missing, *counts.shape[1:])
+    if bool((values.isinf() & (counts == 0)).any()):  # the sum that nothing divides isn't known
+        raise NoMean
     sums = torch.where(counts == 0, torch.zeros_like(values), values * counts)
     return sums.sum(0) / counts.sum(0)
 
