@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.ranks import run_ranks
-from tests.training import trainer
+from tests.training import train, trainer
 
 
 class Copies(L.Callback):
@@ -234,3 +234,41 @@ def test_random_numbers_of_a_rank_zero_callback_are_those_of_one_device() -> Non
     plain = run_ranks(drawn, 1, 1, False)[0]
     for found in run_ranks(drawn, 2, 2, True):
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, and doesn't call its class's constructor, as published ones don't."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.slow, self.steps = inner, dict[Any, torch.Tensor](), 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss, self.steps = self.inner.step(closure), self.steps + 1
+        for group in self.param_groups if self.steps % 3 == 0 else ():
+            for p in group["params"]:
+                slow = self.slow.setdefault(p, p.detach().clone())
+                slow.lerp_(p.detach(), 0.5)
+                p.data.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class LooksAhead(models.Module):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(super().configure_optimizers())
+
+
+def looking_ahead(stages: int) -> dict[str, torch.Tensor]:
+    options: dict[str, Any] = {"devices": stages, "strategy": GPipeStrategy(2)} if stages else {}
+    torch.manual_seed(0)
+    return train(LooksAhead(), max_steps=8, **options)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_optimizer_that_has_not_called_its_constructor(stages: int) -> None:
+    found = run_ranks(looking_ahead, stages, stages)[0]
+    torch.testing.assert_close(found, looking_ahead(0))

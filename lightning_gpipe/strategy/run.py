@@ -158,6 +158,7 @@ class Run:
             refusals.refuse_optimizers(optimizers)
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
             refusals.refuse_to_shard(optimizers)
+        _complete(optimizers)
         self._undo.enter_context(step_draws.refused(optimizers, self._world.groups))
         self.optimizer_states.adopt(optimizers)
 
@@ -378,3 +379,10 @@ def _synchronized_batch_norm(
             if groups.replicas > 1 and isinstance(part, nn.SyncBatchNorm):
                 part.process_group = groups.siblings.data
         yield
+
+
+def _complete(optimizers: Sequence[Optimizer]) -> None:
+    """Give optimizers what a copy gets, which some that wrap another, such as Lookahead, lack."""
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # no constructor of its class ran
+            Optimizer.__setstate__(optimizer, {})
