@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch.nn import functional
@@ -96,6 +97,35 @@ def test_a_weight_is_that_of_the_loss_alone(stages: int) -> None:
     assert len(expected[1]) > 7
     for found in run_ranks(logged, stages, stages):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def returned(stages: int, is_number: bool) -> list[Any]:
+    """The weights that callbacks get."""
+    seen = list[Any]()
+
+    class Sees(L.Callback):
+        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
+            seen.append(outputs["weight"])
+
+    class Returns(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found = super().training_step(batch, batch_idx)
+            return {**found, "weight": len(batch[0])} if is_number else found
+
+    options: dict[str, Any] = {}
+    if stages:
+        options = {"devices": stages, "strategy": GPipeStrategy(4, step="micro-batch")}
+    trainer(max_steps=2, callbacks=[Sees()], **options).fit(Returns())
+    return seen
+
+
+@pytest.mark.parametrize("is_number", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_weights_are_returned_as_they_were_given(stages: int, is_number: bool) -> None:
+    expected = returned(0, is_number)
+    for found in run_ranks(returned, stages, stages, is_number):
+        torch.testing.assert_close(found, expected)
+        assert list(map(type, found)) == list(map(type, expected))
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gpipe.engine.running import Outcome
+from lightning_gpipe.model.remote import device_of
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.batches import (
@@ -237,7 +238,7 @@ class MicroBatchSteps:
                 if steps.trains:  # what it is trained by
                     own["loss"] = weighted_mean([result["loss"] for result in results], weights)
                 if "weight" in results[0]:
-                    own["weight"] = sum(weights)
+                    own["weight"] = _like(results[0]["weight"], sum(weights))
                 others = [
                     {key: value for key, value in result.items() if key not in own}
                     for result in results
@@ -259,6 +260,13 @@ class MicroBatchSteps:
 def _weight_of(result: Any, size: int) -> Any:
     """How much a micro-batch counts."""
     return result.get("weight", size) if isinstance(result, Mapping) else size
+
+
+def _like(given: Any, total: float) -> Any:
+    """A sum of weights as steps return them: a tensor, or a number."""
+    if isinstance(given, Tensor):
+        return torch.full(given.shape, total, dtype=given.dtype, device=device_of(given))
+    return int(total) if isinstance(given, int) else total
 
 
 def _loss_of(result: Any) -> Tensor | None:
