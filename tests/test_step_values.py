@@ -403,6 +403,15 @@ def test_what_one_micro_batch_has_divided_by_nothing_isn_t_known() -> None:
         quotient([2.0, 0.0])
 
 
+def test_divisors_are_compared_with_weights_of_another_precision() -> None:
+    means = [Mean(torch.ones(()), torch.tensor(n)) for n in (2.0, 4.0)]
+    torch.set_default_dtype(torch.float64)  # as Trainer(precision="64-true") does in steps
+    try:
+        assert mean_of(means, [1.0, 2.0]) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Extremes(Classifier):
     """Has a metric that counts its calls."""
 

@@ -172,6 +172,6 @@ def _are_alike(divisors: Tensor, weights: Sequence[float]) -> bool:
         return True
     divisors, counts = divisors[counts != 0], counts[counts != 0]  # others don't matter
     first = divisors[:1]
-    by_weight = first * counts.view(-1, *[1] * (divisors.ndim - 1))
+    by_weight = (first * counts.view(-1, *[1] * (divisors.ndim - 1))).to(first.dtype)
     is_one = torch.equal(divisors, first.expand_as(divisors))
     return is_one or torch.allclose(divisors * counts[0], by_weight)
