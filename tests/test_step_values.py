@@ -234,6 +234,9 @@ class Validates(Classifier):
             "deviation": lambda: scores.std() + error,
             "norm": lambda: torch.linalg.vector_norm(scores),
             "median": lambda: (scores - inputs).square().sum(1).median(),
+            "any": lambda: (scores.argmax(1) == targets).any().double(),
+            "every class": lambda: (scores > inputs).all(0).double().mean(),
+            "every class of a sample": lambda: (scores > inputs).any(1).double().mean(),
             "by rows": lambda: torch.stack([(row.max() - row.min()) for row in scores]).mean(),
             "by samples": lambda: scores.amax(1).mean(),
             "of weights": lambda: torch.ones(4, CLASSES).norm(),
@@ -275,7 +278,11 @@ def texts_of(what: str, stages: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "what", ["psnr", "largest", "deviation", "norm", "median", "sum", "count", "counts"]
+    "what",
+    [
+        *("psnr", "largest", "deviation", "norm", "median", "any", "every class"),
+        *("sum", "count", "counts"),
+    ],
 )
 def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
@@ -294,7 +301,10 @@ def test_divisors_of_another_stage_are_compared() -> None:
     assert run_ranks(texts_of, 2, "by columns", 2) == [[], []]
 
 
-@pytest.mark.parametrize("what", ["by rows", "by samples", "of weights", "largest of all"])
+@pytest.mark.parametrize(
+    "what",
+    ["by rows", "by samples", "every class of a sample", "of weights", "largest of all"],
+)
 def test_nothing_is_told_of_what_may_be_a_mean(what: str) -> None:
     assert texts_of(what) == []
 

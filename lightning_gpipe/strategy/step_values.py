@@ -52,7 +52,8 @@ from lightning_gpipe.strategy.step_rows import (
 _MIXED = Mixed()
 #: Functions of all elements that give something else for a mini-batch than the mean of its parts'.
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
-_OTHERS |= {"std", "var", "prod", "logsumexp", "norm", "linalg_norm", "linalg_vector_norm"}
+_OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
+_OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
 _PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_"}
