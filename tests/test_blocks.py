@@ -541,3 +541,8 @@ def test_a_buffer_that_a_part_of_a_block_gets_later_is_watched() -> None:
     assert not watched.has_changed(*before)
     module.scale.mul_(2)
     assert watched.has_changed(*before)
+
+
+def test_a_wrong_as_tuple_is_told() -> None:
+    with pytest.raises(ValueError, match=r"as_tuple must be None, True or False, got .*'False'"):
+        Blocks([nn.Linear(2, 2)], as_tuple="False")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ from typing import Any
 
 import fsspec
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -652,10 +654,15 @@ def _profiled(folder: str) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5.0, "dur": 1.0, "name": "x", "id": 3}
-    for text in ("not json", '{"a": 1}'):
+    for text in ("not json", '{"a": 1}', '{"traceEvents": [1]}'):
         bad.write_text(text)
         with pytest.raises(ValueError, match=r"bad\.json is no Chrome trace"):
             merge_traces([str(bad)], str(tmp_path / "out.json"))
+    packed = gzip.compress(json.dumps([event]).encode())
+    for content in (packed[:-9], packed[:-4], b"not packed"):
+        (tmp_path / "bad.json.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.json\.gz is no Chrome trace, or damaged"):
+            merge_traces([str(tmp_path / "bad.json.gz")], str(tmp_path / "out.json"))
     about = {"distributedInfo": {"rank": 1}, "baseTimeNanoseconds": 2000}
     good.write_text(json.dumps({"traceEvents": [event], **about}))
     with pytest.raises(ValueError, match="same rank"):
@@ -676,8 +683,23 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"every_n_steps": 0}, {"every_n_steps": "5"}, {"timeline": 3}, {"timeline": [-1]}],
+    [
+        {"every_n_steps": 0},
+        {"every_n_steps": "5"},
+        {"timeline": 3},
+        {"timeline": None},
+        {"timeline": [-1]},
+        {"timeline": [False]},
+        {"picture": "no"},
+        {"table": "no"},
+        {"folder": 1},
+    ],
 )
 def test_bad_arguments_of_a_monitor(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be"):
-        PipelineMonitor(**arguments, picture=False)
+        PipelineMonitor(**{"picture": False, **arguments})
+
+
+@pytest.mark.parametrize("timeline", [range(2), (step for step in range(2)), numpy.arange(2)])
+def test_steps_of_a_timeline_come_in_any_form(timeline: Any) -> None:
+    assert PipelineMonitor(timeline=timeline, picture=False)._timeline == {0, 1}

@@ -160,8 +160,8 @@ def test_what_a_file_lacks_is_told(example: str, arguments: list[str], message: 
 
 
 def test_what_goes_with_a_file_alone_is_told() -> None:
-    for given in (["--trainer.devices=2"], ["--no-data"]):
-        with pytest.raises(SystemExit, match="goes with a configuration file alone"):
+    for given, go in ((["--trainer.devices=2"], "goes"), (["--no-data"], "these go")):
+        with pytest.raises(SystemExit, match=f"{go} with a configuration file alone"):
             cli.main(["plan", f"{__name__}:made", "--devices", "2", *given])
     with pytest.raises(SystemExit, match="--memroy 16GB: is no option of plan"):
         cli.main(["plan", f"{__name__}:made", "--devices", "2", "--memroy", "16GB"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 from unittest.mock import patch
@@ -118,6 +119,13 @@ def test_what_stands_before_and_behind_the_backbone_is_held_there(name: str) -> 
         ({"checkpoint": ["sometimes"]}, r"checkpoint must be one of .* got checkpoint='sometimes'"),
         ({"memory": "16 gigs"}, r"a text such as '16GB'"),
         ({"flops": 0}, r"flops must be operations in a second"),
+        ({"flops": math.inf}, r"flops must be operations in a second"),
+        ({"flops": "1e14"}, r"flops must be operations in a second"),
+        ({"measured": "no"}, r"measured must be True or False"),
+        ({"device": "meta"}, r"device must be one that computes"),
+        ({"device": ["cpu"]}, r"device must be one of torch"),
+        ({"optimizers": torch.optim.SGD([torch.ones(1)])}, r"optimizers must be a list of opt"),
+        ({"optimizers": [None]}, r"optimizers must be a list of optimizers"),
     ],
 )
 def test_a_wrong_argument_is_told(options: dict[str, Any], message: str) -> None:

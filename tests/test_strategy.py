@@ -59,6 +59,11 @@ def test_registered_under_its_name() -> None:
         ({"gradient_as_bucket_view": "no"}, "gradient_as_bucket_view must be True or False"),
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be None or a number of MiB, got .*'25'"),
         ({"bucket_cap_mb": -1}, "bucket_cap_mb must be None or a number of MiB"),
+        ({"bucket_cap_mb": 10**30}, "bucket_cap_mb must be None or a number of MiB"),
+        ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook must be None or a function, got .*'fp16'"),
+        ({"ddp_comm_wrapper": 1}, "ddp_comm_wrapper must be None or a function"),
+        ({"process_group_backend": 1}, "process_group_backend must be None or .*name.*=1"),
+        ({"process_group_backend": ""}, "process_group_backend must be None or .*name"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], problem: str) -> None:

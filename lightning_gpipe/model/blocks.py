@@ -105,10 +105,15 @@ class Blocks(Listening, nn.ModuleList):
         as_tuple: Whether a block returns a tuple, of which the model takes the first element; None:
             find it out. Unless it is False, a run of the first block without data tells how long
             the tuple is.
+
+    Raises:
+        ValueError: If ``as_tuple`` is something else.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], as_tuple: bool | None = None) -> None:
         super().__init__(blocks)
+        if not (as_tuple is None or isinstance(as_tuple, bool)):
+            raise ValueError(f"as_tuple must be None, True or False, got as_tuple={as_tuple!r}.")
         self.as_tuple = as_tuple
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,12 +46,14 @@ def _read(name: str) -> dict[str, Any]:
     with gzip.open(name, "rt") if name.endswith(".gz") else open(name) as file:
         try:
             trace = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{name} is no Chrome trace: {error}") from None
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{name} is no Chrome trace, or damaged: {error}") from None
     if isinstance(trace, list):
         trace = {"traceEvents": trace}
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"{name} is no Chrome trace: it has no traceEvents.")
+    if not all(isinstance(event, dict) for event in trace["traceEvents"]):
+        raise ValueError(f"{name} is no Chrome trace: its traceEvents aren't all objects.")
     return trace
 
 

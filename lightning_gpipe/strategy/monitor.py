@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_gpipe.monitor import picture, table, trace
 from lightning_gpipe.monitor.figures import Figures
 from lightning_gpipe.monitor.hints import hints
 from lightning_gpipe.pipeline.module import PipelinedModule
-from lightning_gpipe.plan.settings import Settings, is_count
+from lightning_gpipe.plan.settings import Settings, check_flag, is_count
 from lightning_gpipe.strategy import _lightning
 from lightning_gpipe.strategy.loggers import log_picture
 from lightning_gpipe.strategy.monitored import Monitored
@@ -76,13 +76,14 @@ class PipelineMonitor(Callback):
             raise ValueError(
                 f"every_n_steps must be None or a whole number from 1, got {every_n_steps!r}."
             )
-        if isinstance(timeline, (int, str)) or not all(
-            step == 0 or is_count(step) for step in timeline
-        ):
-            raise ValueError(f"timeline must be a list of steps from 0, got timeline={timeline!r}.")
-        if timeline and picture:
+        steps = _steps(timeline)
+        for name, flag in (("picture", picture), ("table", table)):
+            check_flag(name, flag)
+        if not (folder is None or isinstance(folder, (str, os.PathLike))):
+            raise ValueError(f"folder must be None or a path, got folder={folder!r}.")
+        if steps and picture:
             _require_matplotlib()
-        self._every, self._timeline, self._folder = every_n_steps, frozenset(timeline), folder
+        self._every, self._timeline, self._folder = every_n_steps, steps, folder
         self._draws, self._prints = picture, table
         self._monitored: Monitored | None = None
         self._steps_before = 0
@@ -181,6 +182,14 @@ class PipelineMonitor(Callback):
 
 
 _require_matplotlib = picture.require
+
+
+def _steps(timeline: Any) -> frozenset[int]:
+    is_list = isinstance(timeline, Iterable) and not isinstance(timeline, (str, bytes))
+    listed: tuple[Any, ...] = tuple(timeline) if is_list else (None,)
+    if not all(is_count(step) or (step == 0 and step is not False) for step in listed):
+        raise ValueError(f"timeline must be a list of steps from 0, got timeline={timeline!r}.")
+    return frozenset(map(int, listed))
 
 
 @contextmanager

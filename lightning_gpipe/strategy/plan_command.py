@@ -61,8 +61,8 @@ def plan(
         devices = found.devices if devices is None else devices
     elif model or data or no_data or arguments:
         given = " ".join(arguments) or "--model, --data and --no-data"
-        unknown = "is no option of plan, and an argument of fit" if arguments else "it"
-        raise ValueError(f"{given}: {unknown} goes with a configuration file alone.")
+        go = "is no option of plan, and an argument of fit goes" if arguments else "these go"
+        raise ValueError(f"{given}: {go} with a configuration file alone.")
     else:
         module, batch = _made(what)
         strategy = GPipeStrategy(backbone=backbone, step=step or "mini-batch")

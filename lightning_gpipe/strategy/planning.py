@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import inf
+from numbers import Real
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -27,7 +29,7 @@ from lightning_gpipe.plan.balance import known_flops
 from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.planner import Choices, Planner
 from lightning_gpipe.plan.plans import Plans
-from lightning_gpipe.plan.settings import Settings, is_count, memory_size
+from lightning_gpipe.plan.settings import Settings, check_flag, is_count, memory_size
 from lightning_gpipe.plan.timing import layer_times
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy.pretended_step import BackboneCall, call_of
@@ -96,8 +98,13 @@ class PlanningStrategy(SavingStrategy):
             )
         if not is_count(devices):
             raise ValueError(f"devices must be a whole number from 1, got devices={devices!r}.")
-        if flops is not None and not flops > 0:
-            raise ValueError(f"flops must be operations in a second, above 0, got flops={flops!r}.")
+        if flops is not None:
+            is_rate = isinstance(flops, Real) and not isinstance(flops, bool)
+            if not (is_rate and 0 < flops < inf):
+                raise ValueError(
+                    f"flops must be operations in a second, above 0, got flops={flops!r}."
+                )
+        check_flag("measured", measured)
         settings = self._settings
         if memory is not None:
             settings = replace(settings, memory_limit=memory_size("memory", memory))
@@ -189,9 +196,12 @@ def _measured(
 
 def _device(name: torch.device | str) -> torch.device:
     try:
-        return torch.device(name)
-    except RuntimeError as error:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be one of torch, as 'cuda', got device={name!r}.") from error
+    if device.type == "meta":
+        raise ValueError("device must be one that computes, as 'cuda', got device='meta'.")
+    return device
 
 
 def _accelerator() -> torch.device:
@@ -256,6 +266,9 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _check_parameters(optimizers: Sequence[Optimizer], module: pl.LightningModule) -> None:
     """Refuse optimizers of other parameters than the module has as it is planned."""
+    is_list = isinstance(optimizers, Sequence)
+    if not is_list or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        raise ValueError(f"optimizers must be a list of optimizers, got {optimizers!r}.")
     stepped = {id(p) for optimizer in optimizers for p in trained_by(optimizer)}
     if not stepped & {id(p) for p in module.parameters()}:
         raise ValueError(

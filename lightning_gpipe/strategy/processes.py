@@ -56,11 +56,7 @@ class ProcessesStrategy(PlacedStrategy):
     ) -> None:
         super().__init__(settings, **options)
         check_choice("start_method", start_method, get_args(StartMethod))
-        if not isinstance(timeout, timedelta) or timeout <= timedelta():
-            raise ValueError(
-                "timeout must be a datetime.timedelta above zero, such as timedelta(minutes=30),"
-                f" got timeout={timeout!r}."
-            )
+        _check(process_group_backend, timeout)
         self._backend, self._timeout = process_group_backend, timeout
         self._start_method = start_method
         self._is_explained = False
@@ -280,3 +276,17 @@ class ProcessesStrategy(PlacedStrategy):
     def _callbacks(self) -> list[Any]:
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         return vars(trainer)["callbacks"] if trainer is not None else []  # it doesn't declare them
+
+
+def _check(backend: object, timeout: object) -> None:
+    """Refuse what isn't of the right kind."""
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise ValueError(
+            "timeout must be a datetime.timedelta above zero, such as timedelta(minutes=30),"
+            f" got timeout={timeout!r}."
+        )
+    if not (backend is None or (isinstance(backend, str) and backend)):
+        raise ValueError(
+            "process_group_backend must be None or a backend's name, such as 'gloo', got"
+            f" process_group_backend={backend!r}."
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable
-from math import inf
 from numbers import Real
 from typing import Any
 
@@ -39,6 +38,7 @@ _OTHER_PRECISIONS = (
     XLAPrecision,
 )
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_MOST_MIB = 2**43  # PyTorch counts bytes in 64 bits
 _READS_ITSELF = "dataloader_iter"  # what Lightning knows a step by that does
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
 _WHOLE_MODEL_OPTIMIZERS = {
@@ -140,11 +140,15 @@ def refuse_options(options: DataParallelOptions, settings: Settings) -> None:
     for name in ("gradient_as_bucket_view", "broadcast_buffers"):
         check_flag(name, getattr(options, name))
     size: Any = options.bucket_cap_mb
-    is_size = isinstance(size, Real) and not isinstance(size, bool) and 0 <= float(size) < inf
+    is_size = isinstance(size, Real) and not isinstance(size, bool) and 0 <= float(size) < _MOST_MIB
     if size is not None and not is_size:
         raise ValueError(
             f"bucket_cap_mb must be None or a number of MiB, got bucket_cap_mb={size!r}."
         )
+    for name in ("comm_hook", "comm_wrapper"):
+        value = getattr(options, name)
+        if not (value is None or callable(value)):
+            raise ValueError(f"ddp_{name} must be None or a function, got ddp_{name}={value!r}.")
     refuse_comm_state(options.comm_state, settings)
 
 
