@@ -132,6 +132,18 @@ class TotalNorm(models.Around):
         nn.utils.clip_grads_with_norm_(self.parameters(), 0.1, total)
 
 
+class LargestNorm(models.Around):
+    """Clips by the largest gradient, which PyTorch's functions call "inf", too."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        largest: Any = "inf"
+        total = nn.utils.clip_grad_norm_(self.parameters(), 1e-3, largest)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, GPipeStrategy):
+            clipped = strategy.grad_norm(self.parameters(), largest)
+            torch.testing.assert_close(clipped, total.clamp(max=1e-3), rtol=1e-3, atol=0)
+
+
 class ClipsParts(models.Around):
     """Clips layers one by one, of which a stage has none or all."""
 
@@ -190,6 +202,7 @@ EQUAL: dict[str, tuple[type[models.Module], dict[str, Any]]] = {
     "hooks after accumulation": (Counted, {}),
     "hooks after accumulation, accumulated": (Counted, {"accumulate_grad_batches": 2}),
     "clipping by PyTorch's functions": (TotalNorm, {}),
+    "clipping by the largest gradient": (LargestNorm, {}),
     "no optimizer": (NoOptimizer, {}),
     "complex parameters, clipped": (Complex, {"gradient_clip_val": 0.1}),
     "a tied head": (TiedHead, {}),

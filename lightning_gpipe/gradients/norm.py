@@ -50,6 +50,7 @@ def gradient_norm(
     Returns:
         A scalar on this stage's device.
     """
+    norm_type = float(norm_type)  # PyTorch's functions take "inf", too
     dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
     summed = gradients.summed()

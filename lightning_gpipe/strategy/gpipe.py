@@ -47,14 +47,14 @@ class GPipeStrategy(PlanningStrategy):
     Args:
         chunks: M, the number of micro-batches of a mini-batch. ``"auto"``: 4 x stages, which keeps
             the bubble small, and more if only smaller ones fit in ``memory_limit``, or in the
-            device's memory; but no more than leave batch norm 4 samples at once.
+            device's memory; but no more than there are samples, or than leave batch norm 4 at once.
         stages: K, the number of stages. ``"auto"``: the processes of one node.
         backbone: Dotted name of the ``nn.Sequential`` or list to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
             counted without computing them; frozen layers count what their backward computes), by
             ``"time"`` (measured on the device), by ``"params"``, by ``"memory"``, by an explicit
-            list of layers per stage, or by a function of a layer and its input (tensors on the meta
-            device) that returns its cost.
+            list of layers per stage (per part, with several virtual stages), or by a function of a
+            layer and its input (tensors on the meta device) that returns its cost.
         checkpoint: Which micro-batches are re-materialized: ``"always"`` all, ``"except_last"`` all
             but the last, whose backward comes first, ``"never"`` none; or how many, as a number
             (``3``) or a share (``0.5``). Those whose backward comes first keep their activations.
@@ -255,7 +255,7 @@ class GPipeStrategy(PlanningStrategy):
 
         Args:
             parameters: All or some of the whole model's, the same on every stage.
-            norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+            norm_type: p of the p-norm; ``inf`` or ``"inf"`` for the largest absolute value.
 
         Returns:
             A scalar, the same for every number of stages. What has no gradient counts as zero.

@@ -78,6 +78,7 @@ def _total_norm(
     Of the tensors, those that are gradients stand for their parameters: what another stage gives
     counts as well. ``clip_grad_norm_`` takes its norm from here.
     """
+    norm_type = float(norm_type)  # PyTorch's takes "inf", too
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     tensors = [tensor for tensor in listed if not is_elsewhere(tensor)]
     given = {id(tensor) for tensor in tensors}
