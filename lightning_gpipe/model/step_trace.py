@@ -64,7 +64,9 @@ _OF = "_gpipe_of"
 #: Python asks a remote tensor on the right first, so other stages call the one for the other.
 _REFLECTED = {"gt": "lt", "ge": "le", "__gt__": "__lt__", "__ge__": "__le__"}
 _NOTHING: frozenset[int] = frozenset()
-#: Told of every function of a step, and of who follows it.
+#: The backbone's name, as of a function.
+BACKBONE = "backbone"
+#: Told of every function of a step, and of the backbone, by who follows it.
 Follow: TypeAlias = Callable[["StepTrace", Ran], None]
 _KEPT = (
     "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
@@ -155,7 +157,9 @@ class StepTrace(TorchFunctionMode):
             where: The stages that have them.
         """
         self.has_arrived = True
-        self.made("backbone", results, where)
+        self.made(BACKBONE, results, where)
+        if self.follow is not None:
+            self.follow(self, Ran(None, BACKBONE, (), {}, (), None, results, is_free=True))
         self._seed(self.micro_batch, self._calls)
         if self.uses is not None:
             self.uses.before |= self.uses.of(tensors_in(given))

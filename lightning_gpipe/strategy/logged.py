@@ -67,6 +67,7 @@ class StepLog:
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
         recipe = self._values.recipe_of(value)
+        self._values.comparing.tell(value, _what(name))
         if isinstance(value, Tensor):
             value = value.detach().clone()
         count = self._counts[name] = self._counts.get(name, 0) + 1
@@ -104,8 +105,11 @@ class StepLog:
         recipes = [entry.recipe for entry in entries]
         if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
             recipes = [r if r is not None and r.is_of_metrics else None for r in recipes]
-        what = f"What self.log({name!r}, ...) logs"
-        return self._values.of_mini_batch(recipes, counts, what)
+        return self._values.of_mini_batch(recipes, counts, _what(name))
+
+
+def _what(name: str) -> str:
+    return f"What self.log({name!r}, ...) logs"
 
 
 def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:

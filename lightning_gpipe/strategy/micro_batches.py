@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.model.remote import device_of
 from lightning_gpipe.pipeline.module import PipelinedModule
@@ -48,6 +49,7 @@ class _MiniBatch:
         trains: Whether it returns a loss to train by.
         buffers: Looks for what it changes; None: nobody looks.
         mixing: Looks for how it mixes samples; None: nobody looks.
+        compares: Whether anybody looks for how it compares samples.
         log: What it logs.
         results: What it returns, without graphs.
     """
@@ -60,6 +62,7 @@ class _MiniBatch:
     trains: bool
     buffers: StepBuffers | None = None
     mixing: StepMixing | None = None
+    compares: bool = False
     log: StepLog = field(init=False)
     results: list[Any] = field(default_factory=list)
 
@@ -76,12 +79,18 @@ class _MiniBatch:
         self.metrics.values.samples, self.metrics.values.trains = self.sizes[m], self.trains
         if self.mixing is not None:
             self.mixing.begin(tensors_of(self.parts[m]), self.sizes[m])
+        comparing = self.metrics.values.comparing
+        if self.compares:
+            comparing.begin(tensors_of(self.parts[m]), self.sizes[m])
         self.metrics.follow(self.mixing.follow if self.mixing is not None else None)
         if not m and self.buffers is not None:
             self.buffers.begin()
         result = self.step(self.parts[m], *self.rest)
         if self.trains:
             result = _with_scalar(result)
+        else:
+            comparing.tell_all(result, "What the step returned")
+        comparing.end()
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
             if self.buffers is not None:
@@ -103,7 +112,7 @@ class MicroBatchSteps:
     def __init__(self, trainer: pl.Trainer, pipeline: PipelinedModule) -> None:
         self._trainer, self._pipeline = trainer, pipeline
         self._log: StepLog | None = None
-        self._evaluations = 0
+        self._evaluations, self._counts = 0, Counter[str]()
         self._first: list[Tensor] | None = None  # of the first batch
         self._places = defaultdict[tuple[Any, ...], Places](Places)
         self._fixed = defaultdict[tuple[Any, ...], dict[str, int]](dict)  # lists, see merge
@@ -144,6 +153,7 @@ class MicroBatchSteps:
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[("training",)])
         self._look_for_constants(columns_of(batch))
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
+        steps.compares = self._is_looked_at("training", parts)
         if len(parts) > 1:
             steps.buffers = self._buffers
             steps.mixing = self._mixing if self._mixing.is_looked_at() else None
@@ -172,6 +182,7 @@ class MicroBatchSteps:
         loader = kind, *rest[1:]
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[loader])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=False)
+        steps.compares = self._is_looked_at(kind, parts)
         self._log = steps.log
         try:
             weighting = self._pipeline.run_steps(
@@ -180,6 +191,11 @@ class MicroBatchSteps:
         finally:
             self._log = None
         return self._told(steps, weighting.weights, self._fixed[loader])
+
+    def _is_looked_at(self, kind: str, parts: Sequence[Any]) -> bool:
+        """Whether it is looked how the steps of a mini-batch compare samples."""
+        self._counts[kind] += 1
+        return len(parts) > 1 and is_due(self._counts[kind])
 
     def _look_for_constants(self, tensors: list[Tensor]) -> None:
         """Warn, in the second batch, of tensors that may be split, or not, by mistake."""

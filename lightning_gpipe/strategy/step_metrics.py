@@ -107,8 +107,10 @@ class StepMetrics:
     def follow(self, also: Follow | None = None) -> None:
         """Follow the step of a micro-batch, as another does. In the step."""
         if (trace := self._pipeline.step_trace) is not None:
+            compares = self.values.comparing.follow if self.values.comparing.is_on else None
+            others = [follow for follow in (also, compares) if follow is not None]
             own = self.values.follow
-            trace.follow = own if also is None else partial(_both, own, also)
+            trace.follow = partial(_each, [own, *others]) if others else own
 
     def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
         """End the last step of a mini-batch: note what it gives. In the step.
@@ -291,9 +293,9 @@ class StepMetrics:
             metric.__dict__.update(state, _computed=None)
 
 
-def _both(one: Follow, other: Follow, trace: StepTrace, ran: Ran) -> None:
-    one(trace, ran)
-    other(trace, ran)
+def _each(follows: Sequence[Follow], trace: StepTrace, ran: Ran) -> None:
+    for follow in follows:
+        follow(trace, ran)
 
 
 def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:
