@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.model.ran import Ran
-from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
+from lightning_gpipe.model.step_trace import BACKBONE, Follow, StepTrace
 from lightning_gpipe.strategy.step_rows import takes_one
 
 _PRODUCTS = {"__matmul__", "inner", "linear", "matmul", "mm"}
@@ -35,9 +35,9 @@ class Comparing:
         self._samples = 0
 
     @property
-    def is_on(self) -> bool:
-        """Whether the step is looked at."""
-        return self._samples > 1
+    def following(self) -> Follow | None:
+        """What follows the step; None: it isn't looked at."""
+        return self.follow if self._samples > 1 else None
 
     def begin(self, given: Sequence[Tensor], samples: int) -> None:
         """Begin the step of a micro-batch, and look at it.
@@ -76,7 +76,7 @@ class Comparing:
             value: The value.
             what: What it is.
         """
-        by = self._found(value) if self.is_on and isinstance(value, Tensor) else None
+        by = self._found(value) if self._samples > 1 and isinstance(value, Tensor) else None
         if by and not value.ndim and what not in self._warned:
             self._warned.add(what)
             rank_zero_warn(
@@ -93,7 +93,8 @@ class Comparing:
             self.tell(value, f"{what} as {name!r}")
 
     def _note(self, tensors: Sequence[Tensor], by: str) -> None:
-        self._known.update((id(tensor), (weakref.ref(tensor), by)) for tensor in tensors)
+        others = (t for t in tensors if not isinstance(t, nn.Parameter))  # may get no references
+        self._known.update((id(tensor), (weakref.ref(tensor), by)) for tensor in others)
 
     def _found(self, tensor: Tensor) -> str | None:
         reference, by = self._known.get(id(tensor), (None, None))

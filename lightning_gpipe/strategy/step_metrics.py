@@ -107,10 +107,9 @@ class StepMetrics:
     def follow(self, also: Follow | None = None) -> None:
         """Follow the step of a micro-batch, as another does. In the step."""
         if (trace := self._pipeline.step_trace) is not None:
-            compares = self.values.comparing.follow if self.values.comparing.is_on else None
-            others = [follow for follow in (also, compares) if follow is not None]
-            own = self.values.follow
-            trace.follow = partial(_each, [own, *others]) if others else own
+            follows = self.values.follow, also, self.values.comparing.following
+            found = [follow for follow in follows if follow is not None]
+            trace.follow = partial(_each, found) if len(found) > 1 else found[0]
 
     def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
         """End the last step of a mini-batch: note what it gives. In the step.
