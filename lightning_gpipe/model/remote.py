@@ -189,7 +189,7 @@ def read_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return func(tensor._gpipe_value, *args[1:], **kwargs)
         name = func.__name__
         if name == "__get__":
-            name = func.__self__.__name__
+            name = getattr(func.__self__, "__name__", "")  # properties have none
         if name in _OF_DEVICE:
             return _OF_DEVICE[name](tensor._gpipe_device)
     with torch._C.DisableTorchFunctionSubclass():

@@ -216,11 +216,9 @@ class StepValues:
         if divided is not None and not is_sum(divided):
             return None
         if divided is None:  # rows may be divided, and what is a mean without that
-            is_other, is_all = (
-                by is not None and not is_sum(by),
-                is_of_all(ran.result, self.samples),
-            )
-            if is_other or not is_all or (is_number and ran.result.ndim):
+            is_sum_by = by is None or is_sum(by)
+            is_all = is_of_all(ran.result, self.samples)
+            if not is_sum_by or not is_all or (is_number and ran.result.ndim):
                 return None
         counts = divided is not None and (is_number or is_sum(by))
         kept = divisor if is_number else trace.values.keep(divisor)
