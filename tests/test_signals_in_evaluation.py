@@ -71,6 +71,7 @@ def test_slurm_announces_the_end(kind: str, tmp_path: Path) -> None:
 
 
 def interrupt(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     send, module = Send(signal.SIGINT), Evaluated()
     run = trainer(
         devices=2,

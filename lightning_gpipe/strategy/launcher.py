@@ -69,8 +69,8 @@ class ScriptLauncher(_lightning.ScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
-        advice.refuse_no_file()
         advice.refuse_in_foreign_worker("popen")
+        advice.refuse_no_file()
         advice.warn_in_child()
         os.environ[STARTED_BY] = f"{os.getpid()} {self.num_processes}"
         keep_port(self.cluster_environment)
