@@ -49,7 +49,8 @@ def test_all_ranks_answer_and_go_on_after_an_error() -> None:
     with pytest.raises(RankError, match="ValueError: rank 1 fails") as caught:
         run_ranks(fail, 3, [1])
     assert sorted(caught.value.errors) == [0, 1, 2], str(caught.value)
-    assert "Connection closed" in caught.value.errors[0], "it hears that rank 1 has left"
+    heard = "Connection closed", "remote worker"  # the latter if they haven't connected yet
+    assert any(text in caught.value.errors[0] for text in heard), "it hears that rank 1 has left"
     assert run_ranks(place, 3) == before
 
 
