@@ -90,6 +90,7 @@ OTHERS: dict[str, Any] = {
     "along features": lambda _, z, y: (
         z.sort(1).values - z.topk(2, 1).values.sum(1)[:, None]
     ).mean(),
+    "turned features": lambda _, z, y: (z.roll(1, dims=1) * z.flip(dims=(1,)) * z).mean(),
     "sums of products": lambda _, z, y: (F.one_hot(y, 4).float().T @ z[:, :4]).mean(),
     "one by one": one_by_one,
     "places": lambda _, z, y: (z[:, None, :4] * torch.eye(4)[None]).mean(),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpipe.model.remote import METADATA, tensors_in
+from lightning_gpipe.model.remote import METADATA, tensors_given, tensors_in
 from lightning_gpipe.tensors import strides
 
 #: The attribute that says who holds a tensor.
@@ -225,7 +225,7 @@ def _compute(
         kwargs = {**kwargs, "device": "meta"}
     if writes(name):
         return _write(func, name, args, kwargs, refusal)
-    inputs = tensors_in((args, kwargs))
+    inputs = tensors_given(args, kwargs)
     theirs = [t for t in inputs if isinstance(t, _Elsewhere)]
     if any(holder_of(t).stage != holder.stage for t in theirs):
         raise refusal

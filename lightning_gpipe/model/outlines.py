@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
-from lightning_gpipe.model.remote import CONSTANTS, on_meta, tensors_in, told
+from lightning_gpipe.model.remote import CONSTANTS, on_meta, tensors_given, told
 
 _REMEMBERED = 1000
 
@@ -148,7 +148,7 @@ def _outline(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     except RuntimeError:
-        floats = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        floats = [t.dtype for t in tensors_given(args, kwargs) if t.is_floating_point()]
         if len(set(floats)) < 2:
             raise
         widest = torch.float64 if torch.float64 in floats else torch.float32

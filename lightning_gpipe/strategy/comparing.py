@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import BACKBONE, Follow, StepTrace
-from lightning_gpipe.strategy.step_rows import takes_one
+from lightning_gpipe.strategy.step_rows import is_along_first, takes_one
 
 _PRODUCTS = {"__matmul__", "inner", "linear", "matmul", "mm"}
 _DISTANCES = {"cdist", "corrcoef", "cov", "pdist"}
@@ -104,7 +104,8 @@ class Comparing:
         """Whether a function compares the rows of samples with each other."""
         name, first = ran.name, rows[0]
         if name in _ALONG:
-            return self._is_of_samples(first, 0) and _is_along_first(ran, first)
+            default = -1 if name in _LAST else 0
+            return self._is_of_samples(first, 0) and is_along_first(ran, _ALONG[name], default)
         if name in _DISTANCES:
             return first.ndim == 2 and self._is_of_samples(first, 0)
         if name == "einsum":
@@ -126,14 +127,6 @@ class Comparing:
         shape = made[0].shape if made else ()
         is_square = len(shape) > 1 and shape[0] == shape[1]
         return is_square and self._is_of_samples(made[0], 0)
-
-
-def _is_along_first(ran: Ran, rows: Tensor) -> bool:
-    """Whether a function works along the first dimension."""
-    place, last = _ALONG[ran.name], ran.name in _LAST
-    dim = ran.kwargs.get("dim", ran.args[place] if len(ran.args) > place else -1 if last else 0)
-    dims = dim if isinstance(dim, (list, tuple)) else [dim]
-    return any(type(each) is int and each % rows.ndim == 0 for each in dims)
 
 
 def _is_outer(equation: Any) -> bool:
