@@ -29,8 +29,8 @@ from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.overwritten import Overwrites
 from lightning_gpipe.engine.randomness import StepSeeds
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.reduction import Reductions
 from lightning_gpipe.engine.running import Running, Step
-from lightning_gpipe.engine.step_looks import StepLooks
 from lightning_gpipe.engine.step_plans import MakeSchedule, StepPlans
 from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import agree_on_weights, share_weights, tell, tell_ahead
@@ -91,7 +91,8 @@ class PerMicroBatch:
         self._anchor = rank.last if groups.is_last and groups.stages > 1 else groups.stage
         #: The backwards of what stands outside the backbone.
         self.outside = Outside(groups.device, parameters, groups.stages == 1)
-        self._looks = StepLooks(groups, self.outside.root, batch_norm)
+        is_silent = not groups.is_last or groups.replica > 0
+        self._reductions = Reductions(self.outside.root, is_silent)
         self._batch_norm, self._modules = batch_norm, modules
         self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
@@ -158,7 +159,7 @@ class PerMicroBatch:
         finally:
             self._running = None
         share_weights(running, self._groups)
-        self._looks.finish(running)
+        self._reductions.warn(running)
         tell(running, self.trace, self._groups)
         return weighting
 
@@ -221,7 +222,6 @@ class PerMicroBatch:
         if m in running.outcomes:
             return
         running.m, running.has_called, watch = m, False, self._rank.executor.watch
-        self._looks.begin()
         self.trace.begin(m)
         watch.begin_outside()
         with self._batch_norm.micro_batch(recompute=False), self.trace:
@@ -237,7 +237,7 @@ class PerMicroBatch:
         if running.before_last is None or not running.has_called:
             return
         if self._groups.is_last:
-            self._looks.at_loss(running, outcome)
+            self._reductions.look(running, outcome)
             self.outside.differentiate(running, m, outcome)
         watch.end_outside(Action(self._anchor, "F", running.m))
 
@@ -260,7 +260,6 @@ class PerMicroBatch:
         watch.begin_outside()
         self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
         self._seeds.behind_backbone(running.m)
-        self._looks.begin()
         return output
 
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:
@@ -276,7 +275,6 @@ class PerMicroBatch:
             running.source.give(m, given)
         name = running.names[m]
         is_looked_at = m == 0 and is_due(self._counts[running.kind])
-        self._looks.at_input(running, given.tensors(), is_looked_at)
         kept = KeptTensors(self._modules) if is_looked_at else None
         with self.outside.forwards:
             for stage in self._rank.stages if m in running.plan.chained else [self._anchor]:

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_gpipe.comm.looks import is_due
-from lightning_gpipe.engine.coupling import couples_samples
-from lightning_gpipe.engine.given import class_weights, divisors_of, is_normalised
-from lightning_gpipe.engine.mixing import is_of_one_sample, mixing, shape_of, sums_samples
+from lightning_gpipe.engine.node_shapes import is_of_one_sample, shape_of, sums_samples
 from lightning_gpipe.engine.running import Outcome, Running
 from lightning_gpipe.engine.step_graph import Samples, look_of, made_of
 from lightning_gpipe.tensors.graph import next_of, nodes_of
@@ -46,17 +43,11 @@ class _Seen:
 
     Args:
         counts: The numbers that means and quotients divide by.
-        divisors: Those that anything else is divided by, samples too.
         shares: Those that sums over samples are divided by, for each element of a sample.
-        weights: Of classes.
-        is_normalised: Whether it uses numbers with a mean of 0 or 1; None: one sample can't tell.
     """
 
     counts: list[float] = field(default_factory=list)
-    divisors: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    is_normalised: bool | None = None
 
 
 @dataclass(slots=True)
@@ -76,49 +67,36 @@ class Reductions:
     is_told: bool
     _has_sum: bool = False
     _curve: str = ""  # the operation that makes it no mean
-    _is_coupled: bool = False  # whether it couples samples, whatever the operation
+    _mixer: str | None = None  # what computes it of samples together, see Outcome
     _seen: dict[int, _Seen] = field(default_factory=dict)  # by micro-batch
     _count: int = 0  # of mini-batches
     _looks: bool = False  # at this one
     _graph: int = 0  # that of its first loss
-    _is_new: bool = False  # whether that is
     _graphs: set[int] = field(default_factory=set)  # that were looked at
 
-    def look(
-        self, running: Running, data: Sequence[Tensor], outcome: Outcome, may_repeat: bool
-    ) -> None:
+    def look(self, running: Running, outcome: Outcome) -> None:
         """Look at a micro-batch's loss, before its backward.
 
         Args:
             running: Its mini-batch.
-            data: What the step was given.
             outcome: What the step returned for it.
-            may_repeat: Whether a backward may run more than once, and samples don't depend on each
-                other by design.
         """
-        loss = outcome.loss
-        if self.is_told or loss is None or loss.grad_fn is None:
+        loss, m = outcome.loss, running.m
+        if self.is_told or loss is None or loss.grad_fn is None or len(running.sizes) == 1:
             return
-        m = running.m
+        self._mixer = outcome.mixer if self._mixer is None else self._mixer
         if not self._is_looked_at(m, loss.grad_fn):
             return
         self._seen[m] = seen = _Seen()
         samples = running.sizes[m]
-        brings = partial(self._brings, Samples.of(samples, data))
+        brings = partial(self._brings, Samples.of(samples, running.given[m]))
         of_samples = made_of(brings, loss.grad_fn)
         late = _of_scalars(of_samples)
         for node, sums in _reductions(loss.grad_fn, samples, seen, late):
             if sums and node in of_samples:
                 self._has_sum = True
-        seen.weights = [w for node in of_samples if (w := class_weights(node)) is not None]
-        seen.divisors += divisors_of(of_samples)
-        if samples > 1:
-            seen.is_normalised = any(is_normalised(node, samples) for node in of_samples)
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_samples, late)
-        # in all micro-batches, since a random order may be the same; it takes time and memory
-        if self._is_new and may_repeat and not (self._curve or self._is_coupled):
-            self._is_coupled = couples_samples(loss, samples, of_samples)
 
     def _brings(self, data: Samples, node: Any) -> bool:
         """Whether a node of a loss's graph brings samples in: as the backbone's output, or data."""
@@ -129,8 +107,8 @@ class Reductions:
         if m == 0:
             self._count += 1
             self._graph = look_of(node)
-            self._is_new = self._graph not in self._graphs and len(self._graphs) < _GRAPHS
-            self._looks = self._is_new or is_due(self._count)
+            is_new = self._graph not in self._graphs and len(self._graphs) < _GRAPHS
+            self._looks = is_new or is_due(self._count)
         return self._looks
 
     def warn(self, running: Running) -> None:
@@ -154,42 +132,25 @@ class Reductions:
                 " mini-batch's sum, and so do the gradients. Return a mean, or use"
                 " GPipeStrategy(step='mini-batch')."
             )
-        if self._curve or self._is_coupled:
-            by = f"'{self._curve}' computes it" if self._curve else "it is computed"
-            return (
-                f"The loss isn't a mean over samples: {by} of several samples together. With"
-                f" step='micro-batch' it becomes the mean of the {len(seen)} micro-batches'"
-                " losses, which isn't the mini-batch's, and neither are the gradients. Use"
-                " GPipeStrategy(step='mini-batch')."
-            )
-        if not all(_are_same(seen[0].weights, each.weights) for each in seen):
-            return (
-                "The loss's weights of classes differ from micro-batch to micro-batch, so they seem"
-                " to be computed from its samples. With step='micro-batch' no micro-batch sees the"
-                " mini-batch's. Compute them from the training data, or use"
-                " GPipeStrategy(step='mini-batch')."
-            )
-        if _differ([each.divisors for each in seen], [1] * len(seen)):
-            return (
-                "The loss is divided by another number in each micro-batch, as by one that is"
-                " computed from its samples. With step='micro-batch' it becomes the mean of the"
-                f" {len(seen)} micro-batches' quotients, which isn't the mini-batch's quotient."
-                " Use GPipeStrategy(step='mini-batch')."
-            )
-        if {each.is_normalised for each in seen} - {None} == {True}:
-            return (
-                "The loss uses numbers that have a mean of 0 or 1, or a sum of 1, in each"
-                " micro-batch, such as weights that were divided by their mean, or advantages less"
-                " their mean. In the mini-batch these would be others. Normalise them before the"
-                " step, in on_after_batch_transfer, or use GPipeStrategy(step='mini-batch')."
-            )
-        if not is_weighted and _differ([each.counts for each in seen], running.sizes):
+        is_other = not is_weighted and _differ([each.counts for each in seen], running.sizes)
+        if is_other and not self._curve:
             return (
                 "The loss is a mean over different numbers of elements in different micro-batches,"
                 " such as tokens that aren't padding, or over different weights, and each"
                 ' micro-batch counts by its samples. Return {"loss": loss, "weight": the number of'
                 " elements, or the sum of their weights} from the step, so that the mini-batch's"
                 " loss is the mean over all of them."
+            )
+        if self._curve or self._mixer is not None:
+            name = self._curve or self._mixer
+            by = f"'{name}' computes it" if name else "it is computed"
+            return (
+                f"The loss isn't a mean over samples: {by} of several samples together. With"
+                f" step='micro-batch' it becomes the mean of the {len(seen)} micro-batches'"
+                " losses, which isn't the mini-batch's, and neither are the gradients. Compute"
+                " what is of all samples of the data, such as weights of classes or advantages"
+                " less their mean, in on_after_batch_transfer, which sees the mini-batch; for"
+                " anything else use GPipeStrategy(step='mini-batch')."
             )
         return None
 
@@ -225,7 +186,7 @@ def _of_scalars(of_samples: Collection[Any]) -> set[Any]:
 
 
 def _curved(node: Any, samples: int, of_samples: Collection[Any], late: Collection[Any]) -> str:
-    """The name of an operation that isn't linear in what was reduced over samples, or pairs them.
+    """The name of an operation that isn't linear in what was reduced over samples.
 
     Args:
         node: The loss's.
@@ -233,9 +194,6 @@ def _curved(node: Any, samples: int, of_samples: Collection[Any], late: Collecti
         of_samples: The nodes that compute with samples.
         late: Those that compute with scalars alone.
     """
-    mixed = mixing(samples, of_samples, late)
-    if mixed:
-        return mixed
     for scalar in _scalars(node, of_samples, late, (*_THROUGH, "Div", *_TOGETHER)):
         name = scalar.name().partition("Backward")[0]
         theirs = [following in of_samples for following, _ in scalar.next_functions]
@@ -306,8 +264,6 @@ def _reductions(
             by_weights = is_sum and sums_samples(divided, samples) and math.isfinite(divisor)
             if by_weights or divisor.is_integer():
                 noted.counts.append(divisor)
-            elif math.isfinite(divisor):
-                noted.divisors.append(divisor)
             for number in _divided(divided, samples):
                 noted.shares.append(divisor / number)
         elif name.startswith(_THROUGH) and not _is_share(name, node, samples):
@@ -349,12 +305,6 @@ def _is_share(name: str, node: Any, samples: int) -> bool:
     summed = [math.prod(shape_of(n)) for n, _ in node.next_functions if n is not None]
     # a half is in many a formula
     return number > 2 and any(math.isclose(number, count) for count in (samples, *summed))
-
-
-def _are_same(weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two micro-batches' losses were given the same weights."""
-    is_known = len(weights) == len(others)  # else they compute other things
-    return not is_known or all(any(torch.equal(a, b) for a in weights) for b in others)
 
 
 def _is_scalar(node: Any) -> bool:

@@ -159,7 +159,8 @@ class StepTrace(TorchFunctionMode):
         self.has_arrived = True
         self.made(BACKBONE, results, where)
         if self.follow is not None:
-            self.follow(self, Ran(None, BACKBONE, (), {}, (), None, results, is_free=True))
+            tensors = tensors_in(given)
+            self.follow(self, Ran(None, BACKBONE, (), {}, tensors, None, results, is_free=True))
         self._seed(self.micro_batch, self._calls)
         if self.uses is not None:
             self.uses.before |= self.uses.of(tensors_in(given))

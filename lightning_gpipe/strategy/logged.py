@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.strategy.batches import weighted_mean
-from lightning_gpipe.strategy.recipes import Recipe
+from lightning_gpipe.strategy.recipes import Recipe, may_be_mean
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
@@ -53,12 +53,24 @@ class StepLog:
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
         self._micro_batch = 0
+        self._means: list[tuple[str, Tensor]] | None = None
         self._default_dtype = torch.get_default_dtype()
 
-    def begin(self, micro_batch: int) -> None:
-        """Begin the step of a micro-batch."""
+    def begin(self, micro_batch: int, is_looked_at: bool) -> None:
+        """Begin the step of a micro-batch.
+
+        Args:
+            micro_batch: Its number.
+            is_looked_at: Whether it is looked at: then what it logs is kept, see :meth:`means`.
+        """
         self._micro_batch = micro_batch
         self._counts.clear()
+        self._means = [] if is_looked_at else None
+
+    def means(self) -> list[tuple[str, Tensor]]:
+        """What the step has logged that should be means over samples, and what it is."""
+        found, self._means = self._means or [], None
+        return found
 
     def note(self, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Note a call of ``self.log``."""
@@ -67,11 +79,12 @@ class StepLog:
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
         recipe = self._values.recipe_of(value)
-        self._values.comparing.tell(value, _what(name))
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        count = self._counts[name] = self._counts.get(name, 0) + 1
         entry = _Entry(self._micro_batch, value, bound, recipe)
+        if isinstance(value, Tensor):
+            if self._means is not None and may_be_mean(recipe) and _takes_mean(entry):
+                self._means.append((_what(name), value))
+            entry = replace(entry, value=value.detach().clone())
+        count = self._counts[name] = self._counts.get(name, 0) + 1
         self._entries.setdefault((name, count), []).append(entry)
 
     def replay(self, log: Any, weights: Sequence[float], samples: Sequence[int]) -> None:

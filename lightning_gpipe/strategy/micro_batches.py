@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,6 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.model.remote import device_of
 from lightning_gpipe.pipeline.module import PipelinedModule
@@ -30,10 +29,11 @@ from lightning_gpipe.strategy.batches import (
     tensors_of,
     weighted_mean,
 )
+from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.logged import StepLog
+from lightning_gpipe.strategy.recipes import may_be_mean
 from lightning_gpipe.strategy.step_buffers import StepBuffers
 from lightning_gpipe.strategy.step_metrics import StepMetrics
-from lightning_gpipe.strategy.step_mixing import StepMixing
 
 
 @dataclass(slots=True)
@@ -48,8 +48,7 @@ class _MiniBatch:
         metrics: The module's metrics.
         trains: Whether it returns a loss to train by.
         buffers: Looks for what it changes; None: nobody looks.
-        mixing: Looks for how it mixes samples; None: nobody looks.
-        compares: Whether anybody looks for how it compares samples.
+        exchange: Looks for what it computes of samples together; None: nobody looks.
         log: What it logs.
         results: What it returns, without graphs.
     """
@@ -61,8 +60,7 @@ class _MiniBatch:
     metrics: StepMetrics
     trains: bool
     buffers: StepBuffers | None = None
-    mixing: StepMixing | None = None
-    compares: bool = False
+    exchange: Exchange | None = None
     log: StepLog = field(init=False)
     results: list[Any] = field(default_factory=list)
 
@@ -75,30 +73,44 @@ class _MiniBatch:
 
     def run(self, m: int) -> Outcome:
         """Run the step of a micro-batch."""
-        self.log.begin(m)
+        exchange = self.exchange if m == 0 else None
+        self.log.begin(m, exchange is not None)
         self.metrics.values.samples, self.metrics.values.trains = self.sizes[m], self.trains
-        if self.mixing is not None:
-            self.mixing.begin(tensors_of(self.parts[m]), self.sizes[m])
-        comparing = self.metrics.values.comparing
-        if self.compares:
-            comparing.begin(tensors_of(self.parts[m]), self.sizes[m])
-        self.metrics.follow(self.mixing.follow if self.mixing is not None else None)
+        if exchange is not None:
+            exchange.begin(self._rows(), self.sizes[m])
+        self.metrics.follow(None if exchange is None else exchange.follow)
         if not m and self.buffers is not None:
             self.buffers.begin()
         result = self.step(self.parts[m], *self.rest)
         if self.trains:
             result = _with_scalar(result)
-        else:
-            comparing.tell_all(result, "What the step returned")
-        comparing.end()
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
             if self.buffers is not None:
                 self.buffers.end()
             self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
         weight = result.get("weight") if isinstance(result, Mapping) else None
-        loss = _loss_of(result)
-        return Outcome() if loss is None else Outcome(loss, weight)
+        loss, mixer = _loss_of(result), None
+        if exchange is not None:
+            means = self.log.means() + ([] if self.trains else self._means(result))
+            mixer = exchange.end(loss if self.trains else None, weight, means)
+        return Outcome() if loss is None else Outcome(loss, weight, mixer)
+
+    def _rows(self) -> list[Tensor]:
+        """The tensors in the first micro-batch that have a row for each sample."""
+        pairs = zip(tensors_of(self.parts[0]), tensors_of(self.parts[1]), strict=False)
+        return [t for t, other in pairs if t is not other and t.ndim and len(t) == self.sizes[0]]
+
+    def _means(self, result: Any) -> list[tuple[str, Tensor]]:
+        """What the step has returned that should be means over samples, and what it is."""
+        values, recipe_of = {"": result}, self.metrics.values.recipe_of
+        if isinstance(result, Mapping):
+            values = {f" as {name!r}": value for name, value in result.items()}
+        return [
+            (f"What the step returned{name}", value)
+            for name, value in values.items()
+            if isinstance(value, Tensor) and may_be_mean(recipe_of(value))
+        ]
 
 
 class MicroBatchSteps:
@@ -112,11 +124,11 @@ class MicroBatchSteps:
     def __init__(self, trainer: pl.Trainer, pipeline: PipelinedModule) -> None:
         self._trainer, self._pipeline = trainer, pipeline
         self._log: StepLog | None = None
-        self._evaluations, self._counts = 0, Counter[str]()
+        self._evaluations = 0
         self._first: list[Tensor] | None = None  # of the first batch
         self._places = defaultdict[tuple[Any, ...], Places](Places)
         self._fixed = defaultdict[tuple[Any, ...], dict[str, int]](dict)  # lists, see merge
-        self._mixing = StepMixing()
+        self._exchange = Exchange(pipeline.groups)
         self._buffers = StepBuffers(trainer.lightning_module, pipeline.backbone)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
@@ -153,10 +165,9 @@ class MicroBatchSteps:
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[("training",)])
         self._look_for_constants(columns_of(batch))
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
-        steps.compares = self._is_looked_at("training", parts)
         if len(parts) > 1:
             steps.buffers = self._buffers
-            steps.mixing = self._mixing if self._mixing.is_looked_at() else None
+            steps.exchange = self._exchange if self._exchange.is_due("training") else None
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log
         try:
@@ -182,7 +193,8 @@ class MicroBatchSteps:
         loader = kind, *rest[1:]
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[loader])
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=False)
-        steps.compares = self._is_looked_at(kind, parts)
+        if len(parts) > 1 and self._exchange.is_due(kind):
+            steps.exchange = self._exchange
         self._log = steps.log
         try:
             weighting = self._pipeline.run_steps(
@@ -191,11 +203,6 @@ class MicroBatchSteps:
         finally:
             self._log = None
         return self._told(steps, weighting.weights, self._fixed[loader])
-
-    def _is_looked_at(self, kind: str, parts: Sequence[Any]) -> bool:
-        """Whether it is looked how the steps of a mini-batch compare samples."""
-        self._counts[kind] += 1
-        return len(parts) > 1 and is_due(self._counts[kind])
 
     def _look_for_constants(self, tensors: list[Tensor]) -> None:
         """Warn, in the second batch, of tensors that may be split, or not, by mistake."""

@@ -95,6 +95,11 @@ class Other:
 Recipe: TypeAlias = Mean | Given | Computed | Mixed | Other
 
 
+def may_be_mean(recipe: Recipe | None) -> bool:
+    """Whether a value may be a mean over samples."""
+    return recipe is None or isinstance(recipe, Mean)
+
+
 def is_sum(recipe: Recipe | None) -> bool:
     """Whether a value is known to be a sum over samples."""
     return isinstance(recipe, Other) and recipe.is_sum

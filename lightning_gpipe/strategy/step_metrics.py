@@ -107,9 +107,8 @@ class StepMetrics:
     def follow(self, also: Follow | None = None) -> None:
         """Follow the step of a micro-batch, as another does. In the step."""
         if (trace := self._pipeline.step_trace) is not None:
-            follows = self.values.follow, also, self.values.comparing.following
-            found = [follow for follow in follows if follow is not None]
-            trace.follow = partial(_each, found) if len(found) > 1 else found[0]
+            own = self.values.follow
+            trace.follow = own if also is None else partial(_both, own, also)
 
     def finish(self, sizes: Sequence[int], weights: Sequence[Any]) -> None:
         """End the last step of a mini-batch: note what it gives. In the step.
@@ -292,9 +291,9 @@ class StepMetrics:
             metric.__dict__.update(state, _computed=None)
 
 
-def _each(follows: Sequence[Follow], trace: StepTrace, ran: Ran) -> None:
-    for follow in follows:
-        follow(trace, ran)
+def _both(first: Follow, second: Follow, trace: StepTrace, ran: Ran) -> None:
+    first(trace, ran)
+    second(trace, ran)
 
 
 def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:

@@ -41,6 +41,11 @@ def chooses(ran: Ran) -> bool:
     return any(isinstance(e, arrays) or (isinstance(e, Tensor) and e.ndim > 0) for e in index)
 
 
+def moves_rows(ran: Ran) -> bool:
+    """Whether a function may put rows into another order."""
+    return ran.name in ("flip", "flipud", "gather", "roll", "sort") or chooses(ran)
+
+
 def is_of_all(tensor: Tensor, samples: int) -> bool:
     """Whether a tensor can't have a row, or a column, of each sample."""
     return all(size % max(samples, 1) for size in tensor.shape)

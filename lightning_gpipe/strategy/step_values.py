@@ -25,7 +25,6 @@ from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
-from lightning_gpipe.strategy.comparing import Comparing
 from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.recipes import (
     Call,
@@ -79,7 +78,6 @@ class StepValues:
         self._of_one: dict[int, weakref.ref[Tensor]] = {}  # computed of one sample's row, by id
         self._chosen = set[int]()  # numbers of rows that a step has chosen
         self._aliases = Aliases()
-        self.comparing = Comparing()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these

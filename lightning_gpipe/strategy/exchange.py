@@ -1,0 +1,148 @@
+"""Looks whether a step computes samples together, where it sees those of a micro-batch alone.
+
+Then the loss of a mini-batch isn't the mean of its micro-batches' losses. The functions of the
+first micro-batch's step are noted, and run again with samples exchanged; see :mod:`.replay`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.comm.looks import is_due
+from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
+from lightning_gpipe.strategy.replay import Noted, Replay, halves_of
+from lightning_gpipe.tensors.random_state import preserved
+
+#: Elements that a step makes, and functions, up to which it runs again: that takes some times the
+#: memory of the one, and some 0.2 ms for each of the other.
+_ELEMENTS, _FUNCTIONS = 2**22, 2000
+_BEFORE = (
+    "What stands before the backbone computes samples together: '{name}' makes something of"
+    " several. With step='micro-batch' the step sees those of a micro-batch, so the weights come"
+    " out otherwise. Mix or normalise data in on_after_batch_transfer, which sees the mini-batch,"
+    " let layers compute each sample by itself, as those with batch_first=True do, or use"
+    " GPipeStrategy(step='mini-batch')."
+)
+_VALUE = (
+    "{what} isn't a mean over samples: '{name}' computes it of several samples together, with"
+    " step='micro-batch' of those of a micro-batch alone. Compute it in a hook, such as"
+    " on_validation_epoch_end, of what the steps have returned, or use"
+    " GPipeStrategy(step='mini-batch')."
+)
+
+
+class Exchange:
+    """Looks at the first micro-batch of the 1st, the 2nd, the 3rd, the 5th, ... mini-batch.
+
+    Args:
+        groups: This rank's. The first stage tells of what stands before the backbone, the last one
+            of the rest.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._looks = groups.replica == 0 and (groups.is_first or groups.is_last)
+        self._counts = Counter[str]()  # mini-batches of each kind
+        self._number = 0  # of this one
+        self._warned = set[str]()
+        self._noted: list[Noted] = []
+        self._rows: Sequence[Tensor] = ()
+        self._samples = self._elements = 0
+        self._trace: StepTrace | None = None
+
+    def is_due(self, kind: str) -> bool:
+        """Whether a mini-batch that is about to begin is looked at.
+
+        Args:
+            kind: The kind of its steps.
+        """
+        self._counts[kind] += 1
+        self._number = self._counts[kind]
+        return self._looks and is_due(self._number)
+
+    def begin(self, rows: Sequence[Tensor], samples: int) -> None:
+        """Begin the step of a micro-batch.
+
+        Args:
+            rows: The tensors in it that have a row for each sample.
+            samples: How many it has.
+        """
+        self._noted.clear()
+        self._rows, self._samples, self._elements = rows, samples, 0
+
+    def follow(self, trace: StepTrace, ran: Ran) -> None:
+        """Note what a function of the step has made; see :data:`step_trace.Follow`."""
+        if self._samples > 1:
+            self._trace = trace
+            is_here = trace.is_here(ran.made if ran.name == BACKBONE else (ran.args, ran.kwargs))
+            self._noted.append(Noted.now(ran, is_here, self._groups.device))
+            if is_here:
+                self._elements += sum(tensor.numel() for tensor in ran.made)
+            if self._elements > _ELEMENTS or len(self._noted) > _FUNCTIONS:
+                self.forget()
+
+    def forget(self) -> None:
+        """Let go of the step."""
+        self._noted.clear()
+        self._rows, self._samples, self._trace = (), 0, None
+
+    def end(
+        self, loss: Tensor | None, weight: Any, means: Sequence[tuple[str, Tensor]]
+    ) -> str | None:
+        """End the step, and warn of what it has computed of samples together. In the step.
+
+        Args:
+            loss: What it is trained by; None: it isn't.
+            weight: How much it counts.
+            means: What else comes of it that should be means over samples, and what it is.
+
+        Returns:
+            What has mixed samples in the loss; see :class:`.Outcome`.
+        """
+        trace, mixer = self._trace, None
+        if trace is not None:
+            with trace.suspended(), preserved(self._groups.device, with_global=False):
+                mixer = self._look(trace, loss, weight, means)
+        self.forget()
+        return mixer
+
+    def _look(
+        self,
+        trace: StepTrace,
+        loss: Tensor | None,
+        weight: Any,
+        means: Sequence[tuple[str, Tensor]],
+    ) -> str | None:
+        before, mixer, found = "", None, dict[str, str]()
+        for halves in halves_of(self._samples, self._number):
+            replay = Replay(trace, self._rows, halves)
+            with warnings.catch_warnings(), suppress(Exception):  # any that functions raise
+                warnings.simplefilter("ignore")
+                try:
+                    replay.run(self._noted)
+                finally:
+                    before = before or replay.before
+                    mixer = replay.mixer_of_loss(loss, weight) if mixer is None else mixer
+                    for what, value in means:
+                        name = replay.mixer_of_mean(value, weight)
+                        found |= {} if name is None else {what: name}
+        if before and self._groups.is_first:
+            self._tell("", _BEFORE.format(name=before))
+        if not self._groups.is_last:
+            return None
+        for what, name in found.items() if mixer is None else ():
+            self._tell(what, _VALUE.format(what=what, name=name))
+        return mixer
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(text, stacklevel=2)

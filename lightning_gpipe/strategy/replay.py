@@ -1,0 +1,401 @@
+"""Runs the functions of a step again, with samples exchanged.
+
+Samples are put into two halves, A and B, and the step runs four times: as it did, with the halves
+exchanged, with A in the place of B, too, and with B in the place of A. What is a sum, or a mean, of
+something of each sample is *separable*: f(A, B) + f(B, A) = f(A, A) + f(B, B), and the derivative
+in a sample depends on its own half alone, whatever functions it is made of.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import grad  # not what stands in its place while a model trains
+from torch.utils._pytree import tree_map
+
+from lightning_gpipe.model.elsewhere import writes
+from lightning_gpipe.model.means import is_mean
+from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.remote import tensors_given, tensors_in
+from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
+from lightning_gpipe.strategy.counting import count_of
+from lightning_gpipe.strategy.step_rows import moves_rows
+from lightning_gpipe.tensors.default_type import default_dtype
+
+#: The halves in the places of A and B.
+AB, BA, AA, BB = range(4)
+_A, _B, _NEITHER = range(3)  # to which half a sample, or a row, belongs
+_STATISTICS = {"batch_norm", "instance_norm"}
+_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
+_LOW = {torch.float16, torch.bfloat16}
+
+
+class CannotReplay(RuntimeError):
+    """Functions of a step can't be run again, or it isn't known what comes of that."""
+
+
+class Noted(NamedTuple):
+    """A function that a step has run.
+
+    Args:
+        ran: The function.
+        is_here: Whether this stage has what it was given.
+        has_grad: Whether gradients were enabled.
+        autocast: Whether autocast was, and its type.
+        default: The default type.
+    """
+
+    ran: Ran
+    is_here: bool
+    has_grad: bool
+    autocast: tuple[bool, torch.dtype]
+    default: torch.dtype
+
+    @classmethod
+    def now(cls, ran: Ran, is_here: bool, device: torch.device) -> Noted:
+        """A function that has just run."""
+        enabled = torch.is_autocast_enabled(device.type)
+        autocast = enabled, torch.get_autocast_dtype(device.type)
+        return cls(ran, is_here, torch.is_grad_enabled(), autocast, torch.get_default_dtype())
+
+
+@dataclass(frozen=True, slots=True)
+class _Four:
+    """What takes a tensor's place in the four runs.
+
+    Args:
+        values: One for each run.
+        mixer: The function that has computed samples together; nothing: none has.
+        counts: What it is the mean over, in each run; None: it isn't known to be a mean.
+    """
+
+    values: Sequence[Tensor]
+    mixer: str = ""
+    counts: Sequence[float] | None = None
+
+
+def halves_of(samples: int, seed: int) -> list[Tensor]:
+    """Ways to put samples into halves: of four, any two are in the same half in one of them.
+
+    Args:
+        samples: How many there are.
+        seed: Of their order.
+    """
+    places = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    ways = places & 1, places >> 1 & 1, (places ^ places >> 1) & 1
+    return [way for way in ways if way.any()][: max(samples - 1, 0)]
+
+
+class Replay:
+    """Four runs of a step.
+
+    Args:
+        trace: The trace of the step.
+        rows: The tensors of the batch that have a row for each sample.
+        halves: To which half each sample belongs; see :func:`halves_of`.
+    """
+
+    def __init__(self, trace: StepTrace, rows: Sequence[Tensor], halves: Tensor) -> None:
+        self._trace, self._samples, self._device = trace, len(halves), trace.device
+        self._halves = halves
+        self._rows = {id(tensor): tensor for tensor in rows}
+        self._known: dict[int, _Four] = {}  # by id
+        self._constants = set[int]()  # storages of what is the same in all runs
+        self._has_moved = False  # whether samples may have come into another order
+        self._is_low = False  # whether half precision was used
+        # what the backbone has given, if it can have gradients, and to which half rows belong
+        self._outputs: list[tuple[Sequence[Tensor], Tensor]] = []
+        #: The function that computes samples together before the backbone; nothing: none does.
+        self.before = ""
+
+    def run(self, noted: Sequence[Noted]) -> None:
+        """Run the functions of the step.
+
+        Raises:
+            CannotReplay: If some can't be run; what comes of those before is known.
+        """
+        self._is_low = any(t.dtype in _LOW for each in noted for t in each.ran.made)
+        for each in noted:
+            if each.ran.name == BACKBONE:
+                self._pass_backbone(each)
+            elif each.is_here:
+                self._run(each)
+            else:
+                self._has_moved = self._has_moved or moves_rows(each.ran)
+
+    def mixer_of_loss(self, loss: Any, weight: Any) -> str | None:
+        """Which function has computed samples together, of which a loss comes.
+
+        Args:
+            loss: The loss.
+            weight: How much it counts; None: by its samples.
+
+        Returns:
+            The function's name, or nothing where it isn't known; None if the loss is separable, or
+            if that isn't known.
+        """
+        found = self._known.get(id(loss))
+        if found is None:
+            return None
+        weights = self._numbers(weight)
+        is_mixed = self._differ(found, weights) or self._has_mixed_gradient(found.values, weights)
+        return found.mixer if is_mixed else None
+
+    def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
+        """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
+        found = self._known.get(id(value))
+        if found is None or value.ndim or not value.is_floating_point():
+            return None
+        ways = self._numbers(None), self._numbers(weight), found.counts or self._numbers(None)
+        return found.mixer if all(self._differ(found, way) for way in ways) else None
+
+    def _numbers(self, value: Any) -> Sequence[float]:
+        """What a number is in each run; None: 1."""
+        found = self._known.get(id(value)) if value is not None else None
+        if found is not None:
+            return [float(each.detach()) for each in found.values]
+        return [float(value) if value is not None else 1.0] * 4
+
+    def _differ(self, found: _Four, weights: Sequence[float]) -> bool:
+        """Whether scalars, times weights, aren't those of something separable."""
+        pairs = zip(found.values, weights, strict=True)
+        numbers = torch.tensor([float(v.detach()) * w for v, w in pairs], dtype=torch.float64)
+        if not bool(numbers.isfinite().all()):  # 0 / 0, for instance, where samples are the same
+            return bool(numbers[:AA].isfinite().all() & ~numbers[AA:].isfinite().any())
+        rest = float((numbers[AB] + numbers[BA] - numbers[AA] - numbers[BB]).abs())
+        size, spread = float(numbers.abs().max()), float(numbers.max() - numbers.min())
+        return rest > self._rounding(found.values[0].dtype) * size + 1e-3 * spread
+
+    def _rounding(self, dtype: torch.dtype) -> float:
+        """What may be due to rounding, as a share of what differs."""
+        if not dtype.is_floating_point:
+            return 0.0
+        return 0.03 if self._is_low else 64 * torch.finfo(dtype).eps
+
+    def _has_mixed_gradient(self, losses: Sequence[Tensor], weights: Sequence[float]) -> bool:
+        """Whether the derivative in a sample of the backbone's output depends on others."""
+        if not losses[0].requires_grad:
+            return False
+        for leaves, halves in self._outputs:
+            found = [
+                grad(loss * weight, leaf, retain_graph=True, allow_unused=True)[0]
+                for loss, leaf, weight in zip(losses, leaves, weights, strict=True)
+            ]
+            gradients = [g for g in found if g is not None]
+            if len(gradients) == 4:
+                on_a, on_b = self._depends(gradients, 16.0)
+                if bool(((on_b & (halves == _A)) | (on_a & (halves == _B))).any()):
+                    return True
+        return False
+
+    def _depends(self, four: Sequence[Tensor], times: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Which rows depend on what is in the place of A, and of B.
+
+        Args:
+            four: What they are in the four runs.
+            times: How many times as inexact as usual they are.
+        """
+        share = times * self._rounding(four[0].dtype)
+
+        def differ(left: Tensor, right: Tensor) -> Tensor:
+            changed = left != right
+            if share:
+                size = torch.where(changed, left.abs().maximum(right.abs()), 0)
+                changed &= (left - right).abs() > share * size.max()
+            return changed.reshape(len(left), -1).any(1).cpu()
+
+        on_a = differ(four[AB], four[BB]) | differ(four[AA], four[BA])
+        on_b = differ(four[AB], four[AA]) | differ(four[BB], four[BA])
+        return on_a, on_b
+
+    def _halves_of_rows(self, length: int) -> Tensor | None:
+        """To which half each row belongs, where samples have their rows one after another."""
+        if not length or length % self._samples:
+            return None
+        return self._halves.repeat_interleave(length // self._samples)
+
+    def _exchanged(self, tensor: Tensor, halves: Tensor) -> list[Tensor]:
+        """A tensor in the four runs.
+
+        Args:
+            tensor: The tensor.
+            halves: To which half each row belongs.
+        """
+        first, second = (halves == _A).nonzero()[:, 0], (halves == _B).nonzero()[:, 0]
+        count = min(len(first), len(second))
+        a, b, found = first[:count], second[:count], []
+        for in_a, in_b in (a, b), (b, a), (a, a), (b, b):
+            index = torch.arange(len(halves))
+            index[a], index[b] = in_a, in_b
+            found.append(tensor.detach().index_select(0, index.to(tensor.device)))
+        return found
+
+    def _of(self, run: int, leaf: Any) -> Any:
+        """What takes the place of an argument in a run."""
+        found = self._find(leaf) if isinstance(leaf, Tensor) else None
+        return leaf if found is None else found.values[run]
+
+    def _find(self, tensor: Tensor) -> _Four | None:
+        found = self._known.get(id(tensor))
+        if found is None and self._rows.get(id(tensor)) is tensor:
+            found = self._known[id(tensor)] = _Four(self._exchanged(tensor, self._halves))
+        return found
+
+    def _run(self, noted: Noted) -> None:
+        """Run a function as it ran, with random numbers that are the same in all runs."""
+        ran = noted.ran
+        given = [self._find(tensor) for tensor in ran.given]
+        self._constants.update(
+            t.untyped_storage()._cdata
+            for t, found in zip(ran.given, given, strict=True)
+            if found is None
+        )
+        self._check_writes(ran)
+        runs = [self._run_once(noted, k) for k in range(4)]
+        if not ran.made and not _are_alike([run.result for run in runs]):
+            raise CannotReplay(f"'{ran.name}' has read values.")
+        before = next((four.mixer for four in given if four is not None and four.mixer), "")
+        counts = self._counts(runs, given)
+        changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
+        for four in changed:
+            self._note(ran.given[0], four.values, before or ran.name, None)
+        for tensor, *values in zip(ran.made, *(run.made for run in runs), strict=True):
+            self._note(tensor, values, before or ran.name, counts)
+
+    def _run_once(self, noted: Noted, k: int) -> Ran:
+        ran, (enabled, dtype) = noted.ran, noted.autocast
+        args, kwargs = tree_map(partial(self._of, k), (ran.args, ran.kwargs))
+        if not ran.is_free:
+            torch.manual_seed(len(self._known))
+        context = torch.autocast(self._device.type, dtype, enabled)
+        with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
+            result = ran.function(*args, **kwargs)
+        given = tensors_given(args, kwargs)
+        return Ran(ran.function, ran.name, args, kwargs, given, result, tensors_in(result), True)
+
+    def _counts(self, runs: Sequence[Ran], given: Sequence[_Four | None]) -> Sequence[float] | None:
+        """What a function's scalar is the mean over, in each run."""
+        ran, found = runs[0], []
+        if ran.name in ("clone", "detach"):
+            return given[0].counts if given[0] is not None else None
+        for run in runs:
+            if run.name in _QUOTIENTS and len(run.args) == 2:
+                count = run.args[1]
+            else:
+                count = count_of(self._trace, run) if is_mean(run) else None
+            if count is None or (isinstance(count, Tensor) and count.numel() != 1):
+                return None
+            found.append(float(count))
+        return found
+
+    def _note(
+        self, tensor: Tensor, values: Sequence[Tensor], mixer: str, counts: Sequence[float] | None
+    ) -> None:
+        mixes = self._mixes([value.detach() for value in values])
+        self._known[id(tensor)] = _Four(values, mixer.strip("_") if mixes else "", counts)
+
+    def _mixes(self, four: Sequence[Tensor]) -> bool:
+        """Whether something is computed of samples together."""
+        if len({t.shape for t in four}) > 1 or not four[0].numel():
+            return False
+        if four[0].ndim and len(four[0]) == self._samples:
+            on_a, on_b = self._depends(four)
+            return bool((on_a & on_b).any())
+        if not four[0].is_floating_point():
+            four = [t.to(torch.float32) for t in four]
+        changed = (four[AB] != four[AA]) | (four[AB] != four[BB])
+        rest = (four[AB] + four[BA] - four[AA] - four[BB]).abs()
+        size = torch.where(changed, torch.stack([t.abs() for t in four]).amax(0), 0).max()
+        return bool((rest > self._rounding(four[0].dtype) * size).any() & (size > 0))
+
+    def _check_writes(self, ran: Ran) -> None:
+        """Make sure that nothing is changed but what the runs have made.
+
+        Raises:
+            CannotReplay: If something else would be.
+        """
+        changed = tensors_in(ran.kwargs.get("out"))
+        if writes(ran.name) or ran.name.endswith(" =") or _is_in_place(ran):
+            changed += tensors_in([*ran.args, *ran.kwargs.values()][0])
+        if ran.name in _STATISTICS and _moves_statistics(ran):
+            raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
+        for tensor in changed:
+            four = self._known.get(id(tensor))
+            if four is None or any(
+                t.untyped_storage()._cdata in self._constants for t in four.values
+            ):
+                raise CannotReplay(f"'{ran.name}' changes something.")
+
+    def _pass_backbone(self, noted: Noted) -> None:
+        """Look at what the backbone is given, and exchange what it has given."""
+        halves = self._halves_given(noted.ran.given)
+        for output in noted.ran.made if noted.is_here else ():
+            length = len(output) if output.ndim else 0
+            own = self._halves_of_rows(length) if len(halves) == self._samples else halves
+            if own is None or len(own) != length:
+                raise CannotReplay("The backbone's output has no rows of samples.")
+            leaves = self._exchanged(output, own)
+            if noted.has_grad and output.requires_grad:
+                self._outputs.append(([leaf.requires_grad_() for leaf in leaves], own))
+                with torch.enable_grad():
+                    leaves = [leaf.clone() for leaf in leaves]  # functions may change them
+            self._known[id(output)] = _Four(leaves)
+
+    def _halves_given(self, given: Sequence[Tensor]) -> Tensor:
+        """To which half each row belongs that the backbone is given."""
+        for tensor in given:
+            if id(tensor) in self._rows and id(tensor) not in self._known:
+                return self._halves  # as it is in the batch
+            four = self._known.get(id(tensor))
+            halves = self._halves_of_rows(len(tensor)) if tensor.ndim and four is not None else None
+            if four is None or halves is None or len({t.shape for t in four.values}) > 1:
+                continue
+            on_a, on_b = self._depends([value.detach() for value in four.values])
+            if bool((on_a & on_b).any()):
+                self.before = four.mixer
+                raise CannotReplay("Samples are computed together before the backbone.")
+            are_known = on_a | on_b
+            found = torch.where(on_a, _A, torch.where(on_b, _B, _NEITHER))
+            if torch.equal(found[are_known], halves[are_known]):
+                return halves
+            if int(are_known.sum()) < int((halves != _NEITHER).sum()):
+                raise CannotReplay("It isn't known to which samples the backbone's rows belong.")
+            return found
+        if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
+            raise CannotReplay("It isn't known to which samples the backbone's rows belong.")
+        return self._halves
+
+
+def _are_alike(results: Sequence[Any]) -> bool:
+    """Whether what was read of tensors is the same in all runs, or isn't a number."""
+    if not isinstance(results[0], (bool, int, float, list, tuple)):
+        return results[0] is None or isinstance(results[0], str)
+    return all(result == results[0] for result in results)
+
+
+def _moves_statistics(ran: Ran) -> bool:
+    """Whether a normalisation moves running statistics."""
+    default = ran.args[5] if len(ran.args) > 5 else ran.name == "instance_norm"
+    moves = ran.kwargs.get("training", ran.kwargs.get("use_input_stats", default))
+    return bool(moves) and (ran.kwargs.get("running_mean", [*ran.args, None][1]) is not None)
+
+
+def _is_in_place(ran: Ran) -> bool:
+    """Whether a function was told to change what it was given."""
+    place = _place_of_in_place(ran.function)
+    default = len(ran.args) > place >= 0 and ran.args[place]
+    return bool(ran.kwargs.get("inplace", default))
+
+
+@cache
+def _place_of_in_place(function: Callable[..., Any]) -> int:
+    try:
+        return [*inspect.signature(function).parameters].index("inplace")
+    except (TypeError, ValueError):
+        return -1
