@@ -18,7 +18,8 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
-from lightning_gpipe.strategy.replay import Noted, Replay, halves_of
+from lightning_gpipe.strategy.halves import halves_of
+from lightning_gpipe.strategy.replay import Noted, Replay
 from lightning_gpipe.tensors.random_state import preserved
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the

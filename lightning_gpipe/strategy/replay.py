@@ -1,10 +1,4 @@
-"""Runs the functions of a step again, with samples exchanged.
-
-Samples are put into two halves, A and B, and the step runs four times: as it did, with the halves
-exchanged, with A in the place of B, too, and with B in the place of A. What is a sum, or a mean, of
-something of each sample is *separable*: f(A, B) + f(B, A) = f(A, A) + f(B, B), and the derivative
-in a sample depends on its own half alone, whatever functions it is made of.
-"""
+"""Runs the functions of a step again, with samples exchanged; see :mod:`.halves`."""
 
 from __future__ import annotations
 
@@ -25,15 +19,23 @@ from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import tensors_given, tensors_in
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
 from lightning_gpipe.strategy.counting import count_of
+from lightning_gpipe.strategy.halves import (
+    A,
+    B,
+    depends,
+    exchanged,
+    is_separable,
+    mixes,
+    of_given,
+    of_rows,
+)
 from lightning_gpipe.strategy.step_rows import moves_rows
 from lightning_gpipe.tensors.default_type import default_dtype
 
-#: The halves in the places of A and B.
-AB, BA, AA, BB = range(4)
-_A, _B, _NEITHER = range(3)  # to which half a sample, or a row, belongs
 _STATISTICS = {"batch_norm", "instance_norm"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
 _LOW = {torch.float16, torch.bfloat16}
+_ORDER = "It isn't known to which samples the rows that the backbone is given belong."
 
 
 class CannotReplay(RuntimeError):
@@ -78,18 +80,6 @@ class _Four:
     values: Sequence[Tensor]
     mixer: str = ""
     counts: Sequence[float] | None = None
-
-
-def halves_of(samples: int, seed: int) -> list[Tensor]:
-    """Ways to put samples into halves: of four, any two are in the same half in one of them.
-
-    Args:
-        samples: How many there are.
-        seed: Of their order.
-    """
-    places = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
-    ways = places & 1, places >> 1 & 1, (places ^ places >> 1) & 1
-    return [way for way in ways if way.any()][: max(samples - 1, 0)]
 
 
 class Replay:
@@ -144,8 +134,9 @@ class Replay:
         if found is None:
             return None
         weights = self._numbers(weight)
-        is_mixed = self._differ(found, weights) or self._has_mixed_gradient(found.values, weights)
-        return found.mixer if is_mixed else None
+        if self._is_separable(found, weights) and not self._has_mixed_gradient(found, weights):
+            return None
+        return found.mixer
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
         """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
@@ -153,7 +144,7 @@ class Replay:
         if found is None or value.ndim or not value.is_floating_point():
             return None
         ways = self._numbers(None), self._numbers(weight), found.counts or self._numbers(None)
-        return found.mixer if all(self._differ(found, way) for way in ways) else None
+        return None if any(self._is_separable(found, way) for way in ways) else found.mixer
 
     def _numbers(self, value: Any) -> Sequence[float]:
         """What a number is in each run; None: 1."""
@@ -162,15 +153,11 @@ class Replay:
             return [float(each.detach()) for each in found.values]
         return [float(value) if value is not None else 1.0] * 4
 
-    def _differ(self, found: _Four, weights: Sequence[float]) -> bool:
-        """Whether scalars, times weights, aren't those of something separable."""
+    def _is_separable(self, found: _Four, weights: Sequence[float]) -> bool:
+        """Whether scalars, times weights, are those of a mean over samples."""
         pairs = zip(found.values, weights, strict=True)
-        numbers = torch.tensor([float(v.detach()) * w for v, w in pairs], dtype=torch.float64)
-        if not bool(numbers.isfinite().all()):  # 0 / 0, for instance, where samples are the same
-            return bool(numbers[:AA].isfinite().all() & ~numbers[AA:].isfinite().any())
-        rest = float((numbers[AB] + numbers[BA] - numbers[AA] - numbers[BB]).abs())
-        size, spread = float(numbers.abs().max()), float(numbers.max() - numbers.min())
-        return rest > self._rounding(found.values[0].dtype) * size + 1e-3 * spread
+        numbers = [float(value.detach()) * weight for value, weight in pairs]
+        return is_separable(numbers, self._rounding(found.values[0].dtype))
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """What may be due to rounding, as a share of what differs."""
@@ -178,63 +165,22 @@ class Replay:
             return 0.0
         return 0.03 if self._is_low else 64 * torch.finfo(dtype).eps
 
-    def _has_mixed_gradient(self, losses: Sequence[Tensor], weights: Sequence[float]) -> bool:
+    def _has_mixed_gradient(self, found: _Four, weights: Sequence[float]) -> bool:
         """Whether the derivative in a sample of the backbone's output depends on others."""
+        losses = found.values
         if not losses[0].requires_grad:
             return False
         for leaves, halves in self._outputs:
-            found = [
+            gradients = [
                 grad(loss * weight, leaf, retain_graph=True, allow_unused=True)[0]
                 for loss, leaf, weight in zip(losses, leaves, weights, strict=True)
             ]
-            gradients = [g for g in found if g is not None]
-            if len(gradients) == 4:
-                on_a, on_b = self._depends(gradients, 16.0)
-                if bool(((on_b & (halves == _A)) | (on_a & (halves == _B))).any()):
+            four = [g for g in gradients if g is not None]
+            if len(four) == 4:
+                on_a, on_b = depends(four, 16 * self._rounding(four[0].dtype))
+                if bool(((on_b & (halves == A)) | (on_a & (halves == B))).any()):
                     return True
         return False
-
-    def _depends(self, four: Sequence[Tensor], times: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Which rows depend on what is in the place of A, and of B.
-
-        Args:
-            four: What they are in the four runs.
-            times: How many times as inexact as usual they are.
-        """
-        share = times * self._rounding(four[0].dtype)
-
-        def differ(left: Tensor, right: Tensor) -> Tensor:
-            changed = left != right
-            if share:
-                size = torch.where(changed, left.abs().maximum(right.abs()), 0)
-                changed &= (left - right).abs() > share * size.max()
-            return changed.reshape(len(left), -1).any(1).cpu()
-
-        on_a = differ(four[AB], four[BB]) | differ(four[AA], four[BA])
-        on_b = differ(four[AB], four[AA]) | differ(four[BB], four[BA])
-        return on_a, on_b
-
-    def _halves_of_rows(self, length: int) -> Tensor | None:
-        """To which half each row belongs, where samples have their rows one after another."""
-        if not length or length % self._samples:
-            return None
-        return self._halves.repeat_interleave(length // self._samples)
-
-    def _exchanged(self, tensor: Tensor, halves: Tensor) -> list[Tensor]:
-        """A tensor in the four runs.
-
-        Args:
-            tensor: The tensor.
-            halves: To which half each row belongs.
-        """
-        first, second = (halves == _A).nonzero()[:, 0], (halves == _B).nonzero()[:, 0]
-        count = min(len(first), len(second))
-        a, b, found = first[:count], second[:count], []
-        for in_a, in_b in (a, b), (b, a), (a, a), (b, b):
-            index = torch.arange(len(halves))
-            index[a], index[b] = in_a, in_b
-            found.append(tensor.detach().index_select(0, index.to(tensor.device)))
-        return found
 
     def _of(self, run: int, leaf: Any) -> Any:
         """What takes the place of an argument in a run."""
@@ -244,7 +190,7 @@ class Replay:
     def _find(self, tensor: Tensor) -> _Four | None:
         found = self._known.get(id(tensor))
         if found is None and self._rows.get(id(tensor)) is tensor:
-            found = self._known[id(tensor)] = _Four(self._exchanged(tensor, self._halves))
+            found = self._known[id(tensor)] = _Four(exchanged(tensor, self._halves))
         return found
 
     def _run(self, noted: Noted) -> None:
@@ -297,22 +243,9 @@ class Replay:
     def _note(
         self, tensor: Tensor, values: Sequence[Tensor], mixer: str, counts: Sequence[float] | None
     ) -> None:
-        mixes = self._mixes([value.detach() for value in values])
-        self._known[id(tensor)] = _Four(values, mixer.strip("_") if mixes else "", counts)
-
-    def _mixes(self, four: Sequence[Tensor]) -> bool:
-        """Whether something is computed of samples together."""
-        if len({t.shape for t in four}) > 1 or not four[0].numel():
-            return False
-        if four[0].ndim and len(four[0]) == self._samples:
-            on_a, on_b = self._depends(four)
-            return bool((on_a & on_b).any())
-        if not four[0].is_floating_point():
-            four = [t.to(torch.float32) for t in four]
-        changed = (four[AB] != four[AA]) | (four[AB] != four[BB])
-        rest = (four[AB] + four[BA] - four[AA] - four[BB]).abs()
-        size = torch.where(changed, torch.stack([t.abs() for t in four]).amax(0), 0).max()
-        return bool((rest > self._rounding(four[0].dtype) * size).any() & (size > 0))
+        plain = [value.detach() for value in values]
+        is_mixed = mixes(plain, self._samples, self._rounding(plain[0].dtype))
+        self._known[id(tensor)] = _Four(values, mixer.strip("_") if is_mixed else "", counts)
 
     def _check_writes(self, ran: Ran) -> None:
         """Make sure that nothing is changed but what the runs have made.
@@ -337,10 +270,10 @@ class Replay:
         halves = self._halves_given(noted.ran.given)
         for output in noted.ran.made if noted.is_here else ():
             length = len(output) if output.ndim else 0
-            own = self._halves_of_rows(length) if len(halves) == self._samples else halves
+            own = of_rows(halves, length) if len(halves) == self._samples else halves
             if own is None or len(own) != length:
                 raise CannotReplay("The backbone's output has no rows of samples.")
-            leaves = self._exchanged(output, own)
+            leaves = exchanged(output, own)
             if noted.has_grad and output.requires_grad:
                 self._outputs.append(([leaf.requires_grad_() for leaf in leaves], own))
                 with torch.enable_grad():
@@ -352,23 +285,20 @@ class Replay:
         for tensor in given:
             if id(tensor) in self._rows and id(tensor) not in self._known:
                 return self._halves  # as it is in the batch
-            four = self._known.get(id(tensor))
-            halves = self._halves_of_rows(len(tensor)) if tensor.ndim and four is not None else None
-            if four is None or halves is None or len({t.shape for t in four.values}) > 1:
+            found = self._known.get(id(tensor))
+            halves = of_rows(self._halves, len(tensor)) if tensor.ndim else None
+            if found is None or halves is None or len({t.shape for t in found.values}) > 1:
                 continue
-            on_a, on_b = self._depends([value.detach() for value in four.values])
+            four, share = [t.detach() for t in found.values], self._rounding(tensor.dtype)
+            on_a, on_b = depends(four, share)
             if bool((on_a & on_b).any()):
-                self.before = four.mixer
+                self.before = found.mixer
                 raise CannotReplay("Samples are computed together before the backbone.")
-            are_known = on_a | on_b
-            found = torch.where(on_a, _A, torch.where(on_b, _B, _NEITHER))
-            if torch.equal(found[are_known], halves[are_known]):
-                return halves
-            if int(are_known.sum()) < int((halves != _NEITHER).sum()):
-                raise CannotReplay("It isn't known to which samples the backbone's rows belong.")
-            return found
+            if (own := of_given(four, halves, share)) is None:
+                raise CannotReplay(_ORDER)
+            return own
         if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
-            raise CannotReplay("It isn't known to which samples the backbone's rows belong.")
+            raise CannotReplay(_ORDER)
         return self._halves
 
 
