@@ -234,12 +234,13 @@ class PerMicroBatch:
             raise RuntimeError(_NOT_ALWAYS.format(m=m))
         if outcome.weight is not None and self.trace.is_here(outcome.weight):
             running.weighting.give(m, outcome.weight)
-        if running.before_last is None or not running.has_called:
-            return
-        if self._groups.is_last:
-            self._reductions.look(running, outcome)
-            self.outside.differentiate(running, m, outcome)
-        watch.end_outside(Action(self._anchor, "F", running.m))
+        if running.before_last is not None and running.has_called:
+            if self._groups.is_last:
+                self._reductions.look(running, outcome)
+                self.outside.differentiate(running, m, outcome)
+            watch.end_outside(Action(self._anchor, "F", running.m))
+        if outcome.look is not None and (mixer := outcome.look()) is not None:
+            self._reductions.mixer = mixer
 
     def call(self, value: Any, run_layer: RunLayer) -> Any:
         """Run the backbone for the micro-batch whose step runs."""

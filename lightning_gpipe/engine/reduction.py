@@ -61,13 +61,14 @@ class Reductions:
     Args:
         root: The leaf behind which the graph of the backbone's output is.
         is_told: Whether nothing is to be looked at, any more.
+        mixer: The function that computes a loss of samples together; see :class:`.Outcome`.
     """
 
     root: Tensor
     is_told: bool
+    mixer: str | None = None
     _has_sum: bool = False
     _curve: str = ""  # the operation that makes it no mean
-    _mixer: str | None = None  # what computes it of samples together, see Outcome
     _seen: dict[int, _Seen] = field(default_factory=dict)  # by micro-batch
     _count: int = 0  # of mini-batches
     _looks: bool = False  # at this one
@@ -84,7 +85,6 @@ class Reductions:
         loss, m = outcome.loss, running.m
         if self.is_told or loss is None or loss.grad_fn is None or len(running.sizes) == 1:
             return
-        self._mixer = outcome.mixer if self._mixer is None else self._mixer
         if not self._is_looked_at(m, loss.grad_fn):
             return
         self._seen[m] = seen = _Seen()
@@ -141,8 +141,8 @@ class Reductions:
                 " elements, or the sum of their weights} from the step, so that the mini-batch's"
                 " loss is the mean over all of them."
             )
-        if self._curve or self._mixer is not None:
-            name = self._curve or self._mixer
+        if self._curve or self.mixer is not None:
+            name = self._curve or self.mixer
             by = f"'{name}' computes it" if name else "it is computed"
             return (
                 f"The loss isn't a mean over samples: {by} of several samples together. With"

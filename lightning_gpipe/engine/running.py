@@ -24,13 +24,13 @@ class Outcome:
     Args:
         loss: A scalar; None in evaluation.
         weight: How much it counts; None: as much as the micro-batch has samples.
-        mixer: The function that computes samples together, so that the loss is no mean over them;
-            nothing where its name isn't known; None: none is known to do so.
+        look: Finds the function that computes samples together, so that the loss is no mean over
+            them: its name, or nothing where it isn't known; None: none is known to do so.
     """
 
     loss: Tensor | None = None
     weight: Any = None
-    mixer: str | None = None
+    look: Callable[[], str | None] | None = None
 
 
 Step: TypeAlias = Callable[[int], Outcome]

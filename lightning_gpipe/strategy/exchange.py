@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -58,6 +58,9 @@ class Exchange:
         self._rows: Sequence[Tensor] = ()
         self._samples = self._elements = 0
         self._trace: StepTrace | None = None
+        self._loss: Tensor | None = None
+        self._weight: Any = None
+        self._means: Sequence[tuple[str, Tensor]] = ()
 
     def is_due(self, kind: str) -> bool:
         """Whether a mini-batch that is about to begin is looked at.
@@ -94,47 +97,37 @@ class Exchange:
         """Let go of the step."""
         self._noted.clear()
         self._rows, self._samples, self._trace = (), 0, None
+        self._loss, self._weight, self._means = None, None, ()
 
-    def end(
-        self, loss: Tensor | None, weight: Any, means: Sequence[tuple[str, Tensor]]
-    ) -> str | None:
-        """End the step, and warn of what it has computed of samples together. In the step.
+    def end(self, loss: Tensor | None, weight: Any, means: Sequence[tuple[str, Tensor]]) -> None:
+        """End the step.
 
         Args:
             loss: What it is trained by; None: it isn't.
             weight: How much it counts.
             means: What else comes of it that should be means over samples, and what it is.
+        """
+        self._loss, self._weight, self._means = loss, weight, means
+
+    def look(self) -> str | None:
+        """Warn of what the step has computed of samples together, and forget it.
 
         Returns:
-            What has mixed samples in the loss; see :class:`.Outcome`.
+            What has mixed samples in the loss: the name of a function, or nothing where it isn't
+            known; None: nothing is known to have done so.
         """
-        trace, mixer = self._trace, None
-        if trace is not None:
-            with trace.suspended(), preserved(self._groups.device, with_global=False):
-                mixer = self._look(trace, loss, weight, means)
+        before, found = "", dict[str, str]()
+        mixer: str | None = None
+        with preserved(self._groups.device, with_global=False):
+            for replay in self._replays():
+                before = before or replay.before
+                with suppress(Exception):  # any that functions' backwards raise
+                    name = replay.mixer_of_loss(self._loss, self._weight)
+                    mixer = mixer if name is None else mixer or name
+                for what, value in self._means:
+                    name = replay.mixer_of_mean(value, self._weight)
+                    found |= {} if name is None else {what: name}
         self.forget()
-        return mixer
-
-    def _look(
-        self,
-        trace: StepTrace,
-        loss: Tensor | None,
-        weight: Any,
-        means: Sequence[tuple[str, Tensor]],
-    ) -> str | None:
-        before, mixer, found = "", None, dict[str, str]()
-        for halves in halves_of(self._samples, self._number):
-            replay = Replay(trace, self._rows, halves)
-            with warnings.catch_warnings(), suppress(Exception):  # any that functions raise
-                warnings.simplefilter("ignore")
-                try:
-                    replay.run(self._noted)
-                finally:
-                    before = before or replay.before
-                    mixer = replay.mixer_of_loss(loss, weight) if mixer is None else mixer
-                    for what, value in means:
-                        name = replay.mixer_of_mean(value, weight)
-                        found |= {} if name is None else {what: name}
         if before and self._groups.is_first:
             self._tell("", _BEFORE.format(name=before))
         if not self._groups.is_last:
@@ -142,6 +135,17 @@ class Exchange:
         for what, name in found.items() if mixer is None else ():
             self._tell(what, _VALUE.format(what=what, name=name))
         return mixer
+
+    def _replays(self) -> Iterator[Replay]:
+        """The step with its samples exchanged, as far as it can be run."""
+        if self._trace is None:
+            return
+        for halves in halves_of(self._samples, self._number):
+            replay = Replay(self._trace, self._rows, halves, self._number)
+            with warnings.catch_warnings(), suppress(Exception):  # any that functions raise
+                warnings.simplefilter("ignore")
+                replay.run(self._noted)
+            yield replay
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._warned:

@@ -62,6 +62,18 @@ def of_given(four: Sequence[Tensor], halves: Tensor, share: float) -> Tensor | N
     return found if int(are_known.sum()) == int((halves != NEITHER).sum()) else None
 
 
+def are_reordered(four: Sequence[Tensor]) -> bool:
+    """Whether rows are those of samples one by one, in an order that depends on all of them.
+
+    Args:
+        four: What they are in the four runs.
+    """
+    rows = [t.to(torch.float64).reshape(len(t), -1) for t in four]
+    directions = torch.arange(8 * rows[0].shape[1], dtype=torch.float64, device=four[0].device)
+    features = [(row @ directions.sin().view(-1, 8)).cos().sum(0) for row in rows]
+    return all(is_separable(column, 1e-6) for column in torch.stack(features, 1).tolist())
+
+
 def exchanged(tensor: Tensor, halves: Tensor) -> list[Tensor]:
     """A tensor in the four runs.
 

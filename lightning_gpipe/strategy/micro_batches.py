@@ -90,11 +90,12 @@ class _MiniBatch:
                 self.buffers.end()
             self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
         weight = result.get("weight") if isinstance(result, Mapping) else None
-        loss, mixer = _loss_of(result), None
+        loss, look = _loss_of(result), None
         if exchange is not None:
             means = self.log.means() + ([] if self.trains else self._means(result))
-            mixer = exchange.end(loss if self.trains else None, weight, means)
-        return Outcome() if loss is None else Outcome(loss, weight, mixer)
+            exchange.end(loss if self.trains else None, weight, means)
+            look = exchange.look
+        return Outcome(loss, None if loss is None else weight, look)
 
     def _rows(self) -> list[Tensor]:
         """The tensors in the first micro-batch that have a row for each sample."""

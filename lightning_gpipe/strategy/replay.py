@@ -22,6 +22,7 @@ from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.halves import (
     A,
     B,
+    are_reordered,
     depends,
     exchanged,
     is_separable,
@@ -34,6 +35,7 @@ from lightning_gpipe.tensors.default_type import default_dtype
 
 _STATISTICS = {"batch_norm", "instance_norm"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
+_OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 _LOW = {torch.float16, torch.bfloat16}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
 
@@ -89,16 +91,18 @@ class Replay:
         trace: The trace of the step.
         rows: The tensors of the batch that have a row for each sample.
         halves: To which half each sample belongs; see :func:`halves_of`.
+        seed: Of random numbers.
     """
 
-    def __init__(self, trace: StepTrace, rows: Sequence[Tensor], halves: Tensor) -> None:
+    def __init__(self, trace: StepTrace, rows: Sequence[Tensor], halves: Tensor, seed: int) -> None:
+        self._seed = seed
         self._trace, self._samples, self._device = trace, len(halves), trace.device
         self._halves = halves
         self._rows = {id(tensor): tensor for tensor in rows}
         self._known: dict[int, _Four] = {}  # by id
         self._constants = set[int]()  # storages of what is the same in all runs
         self._has_moved = False  # whether samples may have come into another order
-        self._is_low = False  # whether half precision was used
+        self._is_low = False  # whether samples are reduced in half precision
         # what the backbone has given, if it can have gradients, and to which half rows belong
         self._outputs: list[tuple[Sequence[Tensor], Tensor]] = []
         #: The function that computes samples together before the backbone; nothing: none does.
@@ -110,14 +114,15 @@ class Replay:
         Raises:
             CannotReplay: If some can't be run; what comes of those before is known.
         """
-        self._is_low = any(t.dtype in _LOW for each in noted for t in each.ran.made)
+        self._is_low = any(self._reduces_in_half(each.ran) for each in noted if each.is_here)
         for each in noted:
             if each.ran.name == BACKBONE:
                 self._pass_backbone(each)
-            elif each.is_here:
+                continue
+            if each.is_here:
                 self._run(each)
-            else:
-                self._has_moved = self._has_moved or moves_rows(each.ran)
+            if moves_rows(each.ran):
+                self._has_moved |= not each.is_here or any(map(self._is_moved, each.ran.made))
 
     def mixer_of_loss(self, loss: Any, weight: Any) -> str | None:
         """Which function has computed samples together, of which a loss comes.
@@ -163,7 +168,17 @@ class Replay:
         """What may be due to rounding, as a share of what differs."""
         if not dtype.is_floating_point:
             return 0.0
-        return 0.03 if self._is_low else 64 * torch.finfo(dtype).eps
+        return 0.03 if self._is_low or dtype in _LOW else 64 * torch.finfo(dtype).eps
+
+    def _reduces_in_half(self, ran: Ran) -> bool:
+        """Whether a function makes something of all samples, in half precision."""
+        most = max((tensor.numel() for tensor in ran.given), default=0)
+        return any(
+            t.dtype in _LOW
+            and t.numel() * self._samples <= most
+            and not (t.ndim and len(t) == self._samples)
+            for t in ran.made
+        )
 
     def _has_mixed_gradient(self, found: _Four, weights: Sequence[float]) -> bool:
         """Whether the derivative in a sample of the backbone's output depends on others."""
@@ -171,9 +186,11 @@ class Replay:
         if not losses[0].requires_grad:
             return False
         for leaves, halves in self._outputs:
+            pairs = zip(losses, leaves, weights, strict=True)
+            with torch.enable_grad():
+                weighted = [(loss * weight, leaf) for loss, leaf, weight in pairs]
             gradients = [
-                grad(loss * weight, leaf, retain_graph=True, allow_unused=True)[0]
-                for loss, leaf, weight in zip(losses, leaves, weights, strict=True)
+                grad(loss, leaf, retain_graph=True, allow_unused=True)[0] for loss, leaf in weighted
             ]
             four = [g for g in gradients if g is not None]
             if len(four) == 4:
@@ -218,7 +235,7 @@ class Replay:
         ran, (enabled, dtype) = noted.ran, noted.autocast
         args, kwargs = tree_map(partial(self._of, k), (ran.args, ran.kwargs))
         if not ran.is_free:
-            torch.manual_seed(len(self._known))
+            torch.manual_seed(hash((self._seed, len(self._known))))
         context = torch.autocast(self._device.type, dtype, enabled)
         with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
             result = ran.function(*args, **kwargs)
@@ -256,6 +273,8 @@ class Replay:
         changed = tensors_in(ran.kwargs.get("out"))
         if writes(ran.name) or ran.name.endswith(" =") or _is_in_place(ran):
             changed += tensors_in([*ran.args, *ran.kwargs.values()][0])
+        if isinstance(ran.function, _OPERATORS) and not str(ran.function).startswith("aten."):
+            raise CannotReplay(f"'{ran.name}' may do anything, such as talk to other ranks.")
         if ran.name in _STATISTICS and _moves_statistics(ran):
             raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
         for tensor in changed:
@@ -264,6 +283,18 @@ class Replay:
                 t.untyped_storage()._cdata in self._constants for t in four.values
             ):
                 raise CannotReplay(f"'{ran.name}' changes something.")
+
+    def _is_moved(self, tensor: Tensor) -> bool:
+        """Whether rows are in another order than samples, or it isn't known."""
+        found, halves = self._known[id(tensor)], self._rows_of(tensor)
+        if halves is None or len({t.shape for t in found.values}) > 1:
+            return False
+        own = of_given([t.detach() for t in found.values], halves, self._rounding(tensor.dtype))
+        return own is None or not torch.equal(own, halves)
+
+    def _rows_of(self, tensor: Tensor) -> Tensor | None:
+        """To which half each row belongs, if there are as many for each sample."""
+        return of_rows(self._halves, len(tensor)) if tensor.ndim else None
 
     def _pass_backbone(self, noted: Noted) -> None:
         """Look at what the backbone is given, and exchange what it has given."""
@@ -286,13 +317,13 @@ class Replay:
             if id(tensor) in self._rows and id(tensor) not in self._known:
                 return self._halves  # as it is in the batch
             found = self._known.get(id(tensor))
-            halves = of_rows(self._halves, len(tensor)) if tensor.ndim else None
+            halves = self._rows_of(tensor)
             if found is None or halves is None or len({t.shape for t in found.values}) > 1:
                 continue
             four, share = [t.detach() for t in found.values], self._rounding(tensor.dtype)
             on_a, on_b = depends(four, share)
             if bool((on_a & on_b).any()):
-                self.before = found.mixer
+                self.before = "" if are_reordered(four) else found.mixer
                 raise CannotReplay("Samples are computed together before the backbone.")
             if (own := of_given(four, halves, share)) is None:
                 raise CannotReplay(_ORDER)

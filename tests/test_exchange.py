@@ -1,0 +1,280 @@
+"""Steps per micro-batch that compute samples together are told of, and no others."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy.halves import halves_of
+from tests.ranks import run_ranks
+from tests.training import train
+
+F = nn.functional
+SAMPLES, FEATURES, TOKENS, WIDTH, CLASSES = 16, 12, 8, 16, 20
+
+
+class Step(L.LightningModule):
+    """Its step gets numbers ``[samples, features]``, tokens, classes and weights per sample."""
+
+    #: Makes a loss, or what a step returns, of the module and these.
+    loss: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.stem = nn.Embedding(CLASSES, WIDTH), nn.Linear(FEATURES, WIDTH)
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.head, self.value = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        return type(self).loss(self, *batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def texts_of(name: str, stages: int = 1, chunks: int = 4, **options: Any) -> list[str]:
+    """What a run warns of."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator)
+    tokens = torch.randint(1, CLASSES, (SAMPLES, TOKENS), generator=generator)
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    w = torch.rand(SAMPLES, generator=generator)
+    loader = DataLoader(TensorDataset(x, tokens, y, w), SAMPLES)
+    torch.manual_seed(0)
+    module = type("Kind", (Step,), {"loss": (ALONE | TOGETHER)[name]})()
+    strategy = GPipeStrategy(chunks, step="micro-batch", backbone="body")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(module, loader, strategy=strategy, devices=stages, max_epochs=3, **options)
+    texts = [str(each.message) for each in found]
+    return [text for text in texts if "together" in text or "different numbers" in text]
+
+
+def scores_of(m: Any, x: Tensor) -> Tensor:
+    scores: Tensor = m.head(m.body(m.stem(x)))
+    return scores
+
+
+def padded(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Any:
+    scores, mask = m.head(m.body(m.embed(tokens)))[:, :-1], tokens[:, 1:] > 3
+    losses = F.cross_entropy(scores.transpose(1, 2), tokens[:, 1:], reduction="none")
+    count = mask.sum()
+    m.log("loss", (losses * mask).sum() / count)
+    m.log("perplexity", ((losses * mask).sum() / count).exp())
+    m.log("accuracy", ((scores.argmax(-1) == tokens[:, 1:]) & mask).sum() / count)
+    return {"loss": (losses * mask).sum() / count, "weight": count}
+
+
+def diffused(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    noise, share = torch.randn_like(x), torch.rand(len(x), 1)
+    return F.mse_loss(m.body(m.stem(share * x + (1 - share) * noise))[:, :FEATURES], noise)
+
+
+def masked(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    hidden = m.embed(tokens)
+    places = torch.rand(tokens.shape).argsort(1)[:, :4, None]
+    kept = hidden.gather(1, places.expand(-1, -1, WIDTH))
+    return F.mse_loss(F.dropout(m.body(kept), 0.3), places.float().expand(-1, -1, WIDTH))
+
+
+def preferred(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    both = torch.cat([tokens, tokens.flip(1)])
+    scores = m.head(m.body(m.embed(both))).log_softmax(-1)
+    chosen, rejected = scores.gather(2, both[..., None]).sum((1, 2)).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def in_another_order(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    order = torch.randperm(len(x))
+    return F.cross_entropy(scores_of(m, x[order]), y[order])
+
+
+def sorted_by_length(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    order = w.argsort()
+    return F.cross_entropy(m.head(m.body(m.embed(tokens[order])).mean(1)), y[order])
+
+
+def changed_in_place(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    mask = torch.zeros_like(x)
+    mask[:, ::2] = 1
+    x = x.clone()
+    x *= mask
+    x[x > 2] = 2
+    losses = F.cross_entropy(F.relu(scores_of(m, x) * 1, inplace=True), y, reduction="none")
+    losses *= w
+    return losses.mean()
+
+
+def attended(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    hidden = m.body(m.embed(tokens))
+    return F.cross_entropy(m.head(m.attention(hidden, hidden, hidden)[0].mean(1)), y)
+
+
+def stable(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores = scores_of(m, x)
+    scores = scores - scores.max().detach()
+    return (scores.exp().sum(1).log() - scores.gather(1, y[:, None])[:, 0]).mean()
+
+
+def clipped(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    policy = torch.distributions.Categorical(logits=scores_of(m, x))
+    ratio = (policy.log_prob(y) + w).exp()
+    gain = torch.min(ratio * x[:, 0], ratio.clamp(0.8, 1.2) * x[:, 0])
+    return -gain.mean() - 0.01 * policy.entropy().mean()
+
+
+ALONE: dict[str, Any] = {
+    "tokens that aren't padding": padded,
+    "noise": diffused,
+    "random places of each": masked,
+    "preferences": preferred,
+    "another order": in_another_order,
+    "sorted": sorted_by_length,
+    "in place": changed_in_place,
+    "attention of each": attended,
+    "less the largest": stable,
+    "a clipped policy": clipped,
+    "two views": lambda m, x, t, y, w: F.cross_entropy(
+        scores_of(m, torch.cat([x, x + 0.1 * torch.randn_like(x)])), torch.cat([y, y])
+    ),
+    "mapped": lambda m, x, t, y, w: torch.vmap(F.cross_entropy)(scores_of(m, x), y).mean(),
+}
+
+
+def rewarded(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    policy = torch.distributions.Categorical(logits=scores_of(m, x))
+    chosen = policy.sample()
+    reward = (chosen == y).float() + (w > 0.5)
+    return -((reward - reward.mean()) * policy.log_prob(chosen)).mean()
+
+
+def by_turns(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores = scores_of(m, x)
+    shares = scores.detach().exp()
+    for dim in (0, 1, 0, 1):
+        shares = shares / shares.sum(dim, keepdim=True)
+    return -(shares * scores.log_softmax(1)).sum(1).mean()
+
+
+def self_paced(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    return (losses * (losses.detach().mean() - losses.detach()).exp()).mean()
+
+
+def at_risk(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    risks = m.value(m.body(m.stem(x)))[:, 0][w.argsort(descending=True)]
+    return -(risks - risks.logcumsumexp(0)).mean()
+
+
+def mixed_up(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    hidden, order = m.embed(tokens), torch.randperm(len(x))
+    scores = m.head(m.body(0.7 * hidden + 0.3 * hidden[order]).mean(1))
+    return 0.7 * F.cross_entropy(scores, y) + 0.3 * F.cross_entropy(scores, y[order])
+
+
+def only_logged(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores = scores_of(m, x)
+    codes = scores.detach() - scores.detach().mean(0)
+    m.log("covariance", (codes.T @ codes)[0, 1] / len(x))
+    return F.cross_entropy(scores, y)
+
+
+TOGETHER: dict[str, Any] = {
+    "rewards": rewarded,
+    "shares of samples": by_turns,
+    "self-paced": self_paced,
+    "risks": at_risk,
+    "mixup of what is embedded": mixed_up,
+    "a covariance that is logged": only_logged,
+    "a share of itself": lambda m, x, t, y, w: (
+        (loss := F.cross_entropy(scores_of(m, x), y)) / loss.detach()
+    ),
+    "one that all have": lambda m, x, t, y, w: F.mse_loss(scores_of(m, x)[:, 0] - w.mean(), w),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_nothing_is_told_of_samples_that_are_alone(name: str) -> None:
+    assert texts_of(name) == texts_of(name, chunks=5) == []  # of 3 samples or 4
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_samples_that_are_computed_together_are_told_of(name: str) -> None:
+    for chunks in 4, 8:  # of 2 samples
+        (text,) = texts_of(name, chunks=chunks)
+        assert "together" in text
+    assert texts_of(name, chunks=1) == []
+
+
+@pytest.mark.parametrize("name", ["self-paced", "padding", "noise"])
+def test_half_precision_tells_the_same(name: str) -> None:
+    known = next(each for each in ALONE | TOGETHER if name in each)
+    assert bool(texts_of(known, precision="bf16-mixed")) == (known in TOGETHER)
+
+
+ON_TWO = "rewards", "mixup of what is embedded", "another order", "sorted", "preferences"
+
+
+def told_on_ranks() -> list[bool]:
+    return [bool(texts_of(name, 2)) for name in ON_TWO]
+
+
+def test_the_stage_that_has_it_tells() -> None:
+    first, last = run_ranks(told_on_ranks, 2)
+    assert first == [False, True, False, False, False]
+    assert last == [True, False, False, False, False]
+
+
+def counted(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    m.count[None].add_(len(x))  # by a view of it
+    return F.cross_entropy(scores_of(m, x), y)
+
+
+def test_what_the_step_changes_is_not_changed_again() -> None:
+    ALONE["counted"] = counted
+    try:
+        kept = list[Any]()
+        step = Step.training_step
+        Step.training_step = lambda m, *rest: kept.append(m) or step(m, *rest)  # type: ignore
+        assert texts_of("counted") == []
+    finally:
+        Step.training_step = step  # type: ignore[method-assign]
+        del ALONE["counted"]
+    assert float(kept[-1].count) == 3 * SAMPLES
+
+
+def test_random_numbers_are_those_of_a_run_without_looks(monkeypatch: Any) -> None:
+    from lightning_gpipe.strategy.exchange import Exchange
+
+    def weights() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = type("Kind", (Step,), {"loss": masked})()
+        data = TensorDataset(
+            torch.randn(SAMPLES, FEATURES),
+            torch.randint(1, CLASSES, (SAMPLES, TOKENS)),
+            *torch.rand(2, SAMPLES),
+        )
+        strategy = GPipeStrategy(4, step="micro-batch", backbone="body")
+        train(module, DataLoader(data, SAMPLES), strategy=strategy, devices=1, max_epochs=2)
+        return module.state_dict()
+
+    looked_at = weights()
+    monkeypatch.setattr(Exchange, "is_due", lambda self, kind: False)
+    torch.testing.assert_close(looked_at, weights(), rtol=0, atol=0)
+
+
+def test_any_two_of_four_samples_are_together_and_apart() -> None:
+    for seed, (i, j) in itertools.product(range(5), itertools.combinations(range(4), 2)):
+        together = [bool(way[i] == way[j]) for way in halves_of(4, seed)]
+        assert set(together) == {True, False}
+    assert [len(halves_of(n, 0)) for n in (1, 2, 3, 9)] == [0, 1, 2, 3]
