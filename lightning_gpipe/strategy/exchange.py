@@ -24,7 +24,7 @@ from lightning_gpipe.tensors.random_state import preserved
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
 #: memory of the one, and some 0.2 ms for each of the other.
-_ELEMENTS, _FUNCTIONS = 2**22, 2000
+_ELEMENTS, _FUNCTIONS = 2**20, 2000
 _BEFORE = (
     "What stands before the backbone computes samples together: '{name}' makes something of"
     " several. With step='micro-batch' the step sees those of a micro-batch, so the weights come"

@@ -26,7 +26,9 @@ def halves_of(samples: int, seed: int) -> list[Tensor]:
         samples: How many there are.
         seed: Of their order.
     """
-    places = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    places = torch.randperm(
+        samples, device="cpu", generator=torch.Generator("cpu").manual_seed(seed)
+    )
     ways = places & 1, places >> 1 & 1, (places ^ places >> 1) & 1
     return [way for way in ways if way.any()][: max(samples - 1, 0)]
 
@@ -85,7 +87,7 @@ def exchanged(tensor: Tensor, halves: Tensor) -> list[Tensor]:
     count = min(len(first), len(second))
     a, b, found = first[:count], second[:count], []
     for in_a, in_b in (a, b), (b, a), (a, a), (b, b):
-        index = torch.arange(len(halves))
+        index = torch.arange(len(halves), device="cpu")
         index[a], index[b] = in_a, in_b
         found.append(tensor.detach().index_select(0, index.to(tensor.device)))
     return found

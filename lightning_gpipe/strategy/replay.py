@@ -119,7 +119,7 @@ class Replay:
             if each.ran.name == BACKBONE:
                 self._pass_backbone(each)
                 continue
-            if each.is_here:
+            if each.is_here and (each.ran.given or each.ran.made):  # else it sets a mode, say
                 self._run(each)
             if moves_rows(each.ran):
                 self._has_moved |= not each.is_here or any(map(self._is_moved, each.ran.made))
@@ -273,7 +273,7 @@ class Replay:
         changed = tensors_in(ran.kwargs.get("out"))
         if writes(ran.name) or ran.name.endswith(" =") or _is_in_place(ran):
             changed += tensors_in([*ran.args, *ran.kwargs.values()][0])
-        if isinstance(ran.function, _OPERATORS) and not str(ran.function).startswith("aten."):
+        if not _only_computes(ran.function):
             raise CannotReplay(f"'{ran.name}' may do anything, such as talk to other ranks.")
         if ran.name in _STATISTICS and _moves_statistics(ran):
             raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
@@ -331,6 +331,15 @@ class Replay:
         if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
             raise CannotReplay(_ORDER)
         return self._halves
+
+
+@cache
+def _only_computes(function: Callable[..., Any]) -> bool:
+    """Whether a function is PyTorch's, and talks to no other rank."""
+    if isinstance(function, _OPERATORS):
+        return str(function).startswith("aten.")
+    room = getattr(function, "__module__", None) or "torch"
+    return room.partition(".")[0] == "torch" and not room.startswith("torch.distributed")
 
 
 def _are_alike(results: Sequence[Any]) -> bool:
