@@ -23,8 +23,8 @@ from lightning_gpipe.strategy.replay import Noted, Replay
 from lightning_gpipe.tensors.random_state import preserved
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
-#: memory of the one, and some 0.2 ms for each of the other.
-_ELEMENTS, _FUNCTIONS = 2**20, 2000
+#: memory of the one, and 1 or 2 ms for each of the other.
+_ELEMENTS, _FUNCTIONS = 2**20, 500
 _BEFORE = (
     "What stands before the backbone computes samples together: '{name}' makes something of"
     " several. With step='micro-batch' the step sees those of a micro-batch, so the weights come"
