@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
+import weakref
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.halves import halves_of
 from tests.ranks import run_ranks
 from tests.training import train
@@ -34,6 +38,7 @@ class Step(L.LightningModule):
         self.head, self.value = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
         self.register_buffer("count", torch.zeros(()))
+        self.counts, self.generator = np.zeros(1), torch.Generator().manual_seed(0)
 
     def training_step(self, batch: list[Tensor], index: int) -> Any:
         return type(self).loss(self, *batch)
@@ -133,6 +138,28 @@ def clipped(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return -gain.mean() - 0.01 * policy.entropy().mean()
 
 
+def by_own_generator(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    noise = torch.randn(x.shape, generator=m.generator)
+    return F.mse_loss(m.body(m.stem(x + noise))[:, :FEATURES], noise)
+
+
+def by_shares(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    share = torch.distributions.Beta(1.5, 1.0).sample((len(x), 1))
+    return F.mse_loss(m.body(m.stem(share * x))[:, :FEATURES], x)
+
+
+def drawn_until_it_fits(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    sizes = 1 + F.softplus(m.value(m.body(m.stem(x)))[:, 0])
+    return (torch.distributions.Gamma(sizes, 1.0).rsample() - torch.poisson(20 * w)).square().mean()
+
+
+def chosen_with_dropout(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Any:
+    mask = tokens > 6
+    scores = m.head(F.dropout(m.body(m.embed(tokens))[mask], 0.3))
+    count = mask.sum()
+    return {"loss": F.cross_entropy(scores, tokens[mask], reduction="sum") / count, "weight": count}
+
+
 ALONE: dict[str, Any] = {
     "tokens that aren't padding": padded,
     "noise": diffused,
@@ -144,6 +171,10 @@ ALONE: dict[str, Any] = {
     "attention of each": attended,
     "less the largest": stable,
     "a clipped policy": clipped,
+    "a generator of its own": by_own_generator,
+    "random shares": by_shares,
+    "numbers that are drawn until one fits": drawn_until_it_fits,
+    "chosen tokens with dropout": chosen_with_dropout,
     "two views": lambda m, x, t, y, w: F.cross_entropy(
         scores_of(m, torch.cat([x, x + 0.1 * torch.randn_like(x)])), torch.cat([y, y])
     ),
@@ -240,37 +271,50 @@ def counted(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(scores_of(m, x), y)
 
 
-def test_what_the_step_changes_is_not_changed_again() -> None:
-    ALONE["counted"] = counted
-    try:
-        kept = list[Any]()
-        step = Step.training_step
-        Step.training_step = lambda m, *rest: kept.append(m) or step(m, *rest)  # type: ignore
-        assert texts_of("counted") == []
-    finally:
-        Step.training_step = step  # type: ignore[method-assign]
-        del ALONE["counted"]
-    assert float(kept[-1].count) == 3 * SAMPLES
+def counted_by_numpy(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    torch.as_tensor(m.counts).add_(len(x))  # the array's own memory
+    return F.cross_entropy(scores_of(m, x), y)
 
 
-def test_random_numbers_are_those_of_a_run_without_looks(monkeypatch: Any) -> None:
-    from lightning_gpipe.strategy.exchange import Exchange
-
-    def weights() -> dict[str, Tensor]:
+@pytest.mark.filterwarnings("ignore:The step changes the buffer")
+@pytest.mark.parametrize("loss", [masked, by_own_generator, counted, counted_by_numpy])
+def test_a_run_is_the_same_without_looks(loss: Any, monkeypatch: Any) -> None:
+    def left() -> tuple[dict[str, Tensor], Any]:
         torch.manual_seed(0)
-        module = type("Kind", (Step,), {"loss": masked})()
+        module = type("Kind", (Step,), {"loss": loss})()
         data = TensorDataset(
             torch.randn(SAMPLES, FEATURES),
             torch.randint(1, CLASSES, (SAMPLES, TOKENS)),
-            *torch.rand(2, SAMPLES),
+            torch.randint(0, CLASSES, (SAMPLES,)),
+            torch.rand(SAMPLES),
         )
         strategy = GPipeStrategy(4, step="micro-batch", backbone="body")
         train(module, DataLoader(data, SAMPLES), strategy=strategy, devices=1, max_epochs=2)
-        return module.state_dict()
+        return module.state_dict(), module.counts
 
-    looked_at = weights()
+    looked_at = left()
     monkeypatch.setattr(Exchange, "is_due", lambda self, kind: False)
-    torch.testing.assert_close(looked_at, weights(), rtol=0, atol=0)
+    torch.testing.assert_close(looked_at, left(), rtol=0, atol=0)
+
+
+def test_a_step_that_fails_is_not_held(monkeypatch: Any) -> None:
+    made = list[Any]()
+
+    def failing(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        scores = scores_of(m, x)
+        if len(x) < SAMPLES:  # not where the whole batch is tried
+            made.append(weakref.ref(scores))
+            raise ValueError("It fails.")
+        return F.cross_entropy(scores, y)
+
+    kept, begin = list[Exchange](), Exchange.begin
+    monkeypatch.setattr(Exchange, "begin", lambda e, *rest: kept.append(e) or begin(e, *rest))
+    monkeypatch.setitem(ALONE, "failing", failing)
+    with pytest.raises(ValueError, match="It fails"):
+        texts_of("failing")
+    gc.collect()
+    assert len(kept) == 1
+    assert [ref() for ref in made] == [None]
 
 
 def test_any_two_of_four_samples_are_together_and_apart() -> None:

@@ -38,12 +38,12 @@ class Logs(L.LightningModule):
         return value
 
 
-def texts_of(what: str, stages: int, chunks: int = 4) -> list[str]:
+def texts_of(what: str, stages: int, chunks: int = 4, kind: type[Logs] = Logs) -> list[str]:
     """What a run warns of."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2 * SAMPLES, WIDTH, generator=generator)
     y = torch.randint(0, 4, (2 * SAMPLES,), generator=generator)
-    kind = type("Kind", (Logs,), {"value": (COMPARING | OTHERS)[what]})
+    kind = type("Kind", (kind,), {"value": (COMPARING | OTHERS)[what]})
     strategy = GPipeStrategy(chunks, step="micro-batch")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -95,6 +95,17 @@ OTHERS: dict[str, Any] = {
     "one by one": one_by_one,
     "places": lambda _, z, y: (z[:, None, :4] * torch.eye(4)[None]).mean(),
 }
+
+
+class Weighs(Logs):
+    """Returns weights of its samples, by the name that training steps have for theirs."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"value": super().validation_step(batch, batch_idx), "weight": batch[0][:, 0]}
+
+
+def test_weights_of_samples_are_no_weight() -> None:
+    assert texts_of("a loss", 1, kind=Weighs) == []
 
 
 @pytest.mark.parametrize("what", COMPARING)

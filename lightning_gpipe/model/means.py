@@ -30,8 +30,8 @@ def is_mean(ran: Ran) -> bool:
     if name in _MULTIPLES and len(given) == 1:  # a mean times a number of samples is a sum
         others = (*ran.args, *ran.kwargs.values())
         return is_known_mean(given[0]) and not any(map(_may_count, others))
-    if name in _SAME:
-        return is_known_mean(given[0])
+    if name in _SAME:  # as_tensor may be given a number
+        return bool(given) and is_known_mean(given[0])
     return name in _SUMS and all(map(is_known_mean, given))
 
 

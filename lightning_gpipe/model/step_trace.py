@@ -51,7 +51,7 @@ from lightning_gpipe.model.written import Views
 #: Functions that may draw random numbers.
 _DRAWS = re.compile(
     r"rand|normal|uniform|bernoulli|multinomial|dropout|poisson|cauchy|exponential|geometric|gumbel"
-    r"|rrelu|attention|lstm|gru|rnn|orthogonal"
+    r"|rrelu|attention|lstm|gru|rnn|orthogonal|standard_gamma|dirichlet|binomial"
 )
 #: Modules that ask whether all values are valid, and go on if they are.
 _CHECKS = {
@@ -227,7 +227,7 @@ class StepTrace(TorchFunctionMode):
         if where is not None and not where:
             raise NotHere(_apart(name, given, self._where))
         is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in given)
-        draws = _may_draw(name)
+        draws = may_draw(name)
         if where is None or self.stage in where:
             if draws:
                 self._seed(self.micro_batch, self._calls)
@@ -342,7 +342,7 @@ def _mark_of(name: str) -> bytes:
 
 
 @cache
-def _may_draw(name: str) -> bool:
+def may_draw(name: str) -> bool:
     """Whether a function may draw random numbers."""
     return _DRAWS.search(name) is not None
 

@@ -89,13 +89,13 @@ class _MiniBatch:
             if self.buffers is not None:
                 self.buffers.end()
             self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
-        weight = result.get("weight") if isinstance(result, Mapping) else None
         loss, look = _loss_of(result), None
+        weight = result.get("weight") if isinstance(result, Mapping) and loss is not None else None
         if exchange is not None:
             means = self.log.means() + ([] if self.trains else self._means(result))
             exchange.end(loss if self.trains else None, weight, means)
             look = exchange.look
-        return Outcome(loss, None if loss is None else weight, look)
+        return Outcome(loss, weight, look)
 
     def _rows(self) -> list[Tensor]:
         """The tensors in the first micro-batch that have a row for each sample."""
@@ -177,6 +177,7 @@ class MicroBatchSteps:
             )
         finally:
             self._log = None
+            self._exchange.forget()
         result = self._told(steps, weighting.weights, self._fixed[("training",)])
         self.metrics.values.is_weighted = isinstance(result, Mapping) and "weight" in result
         if synchronize:
@@ -203,6 +204,7 @@ class MicroBatchSteps:
             )
         finally:
             self._log = None
+            self._exchange.forget()
         return self._told(steps, weighting.weights, self._fixed[loader])
 
     def _look_for_constants(self, tensors: list[Tensor]) -> None:

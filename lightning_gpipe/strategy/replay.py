@@ -17,7 +17,7 @@ from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import tensors_given, tensors_in
-from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
+from lightning_gpipe.model.step_trace import BACKBONE, StepTrace, may_draw
 from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.halves import (
     A,
@@ -32,9 +32,12 @@ from lightning_gpipe.strategy.halves import (
 )
 from lightning_gpipe.strategy.step_rows import moves_rows
 from lightning_gpipe.tensors.default_type import default_dtype
+from lightning_gpipe.tensors.random_state import seed_torch
 
 _STATISTICS = {"batch_norm", "instance_norm"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
+#: Functions that draw as many random numbers as it takes, which depends on what they are given.
+_REJECTING = {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}
 _OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 _LOW = {torch.float16, torch.bfloat16}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
@@ -100,7 +103,6 @@ class Replay:
         self._halves = halves
         self._rows = {id(tensor): tensor for tensor in rows}
         self._known: dict[int, _Four] = {}  # by id
-        self._constants = set[int]()  # storages of what is the same in all runs
         self._has_moved = False  # whether samples may have come into another order
         self._is_low = False  # whether samples are reduced in half precision
         # what the backbone has given, if it can have gradients, and to which half rows belong
@@ -201,8 +203,14 @@ class Replay:
 
     def _of(self, run: int, leaf: Any) -> Any:
         """What takes the place of an argument in a run."""
+        if isinstance(leaf, torch.Generator):  # the step's own isn't drawn from
+            return torch.Generator(leaf.device).manual_seed(self._seed_of_call())
         found = self._find(leaf) if isinstance(leaf, Tensor) else None
         return leaf if found is None else found.values[run]
+
+    def _seed_of_call(self) -> int:
+        """What random numbers a function draws, the same in all runs."""
+        return hash((self._seed, len(self._known)))
 
     def _find(self, tensor: Tensor) -> _Four | None:
         found = self._known.get(id(tensor))
@@ -214,15 +222,12 @@ class Replay:
         """Run a function as it ran, with random numbers that are the same in all runs."""
         ran = noted.ran
         given = [self._find(tensor) for tensor in ran.given]
-        self._constants.update(
-            t.untyped_storage()._cdata
-            for t, found in zip(ran.given, given, strict=True)
-            if found is None
-        )
         self._check_writes(ran)
         runs = [self._run_once(noted, k) for k in range(4)]
         if not ran.made and not _are_alike([run.result for run in runs]):
             raise CannotReplay(f"'{ran.name}' has read values.")
+        if may_draw(ran.name) and not _draw_the_same(runs):
+            raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
         counts = self._counts(runs, given)
         changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
@@ -235,7 +240,7 @@ class Replay:
         ran, (enabled, dtype) = noted.ran, noted.autocast
         args, kwargs = tree_map(partial(self._of, k), (ran.args, ran.kwargs))
         if not ran.is_free:
-            torch.manual_seed(hash((self._seed, len(self._known))))
+            seed_torch(self._device, self._seed_of_call())
         context = torch.autocast(self._device.type, dtype, enabled)
         with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
             result = ran.function(*args, **kwargs)
@@ -279,9 +284,8 @@ class Replay:
             raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
         for tensor in changed:
             four = self._known.get(id(tensor))
-            if four is None or any(
-                t.untyped_storage()._cdata in self._constants for t in four.values
-            ):
+            places = {t.untyped_storage().data_ptr() for t in four.values} if four else ()
+            if len(places) < 4:  # something else's, which isn't a run's own
                 raise CannotReplay(f"'{ran.name}' changes something.")
 
     def _is_moved(self, tensor: Tensor) -> bool:
@@ -347,6 +351,15 @@ def _are_alike(results: Sequence[Any]) -> bool:
     if not isinstance(results[0], (bool, int, float, list, tuple)):
         return results[0] is None or isinstance(results[0], str)
     return all(result == results[0] for result in results)
+
+
+def _draw_the_same(runs: Sequence[Ran]) -> bool:
+    """Whether a function has drawn as many random numbers for each element in all runs."""
+    name, shapes = runs[0].name, [[t.shape for t in run.made] for run in runs]
+    if any(each != shapes[0] for each in shapes):
+        return False
+    given = zip(*(run.given for run in runs), strict=True)
+    return name not in _REJECTING or all(torch.equal(t, own[0]) for own in given for t in own)
 
 
 def _moves_statistics(ran: Ran) -> bool:
