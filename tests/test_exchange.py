@@ -75,6 +75,7 @@ def padded(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Any:
     losses = F.cross_entropy(scores.transpose(1, 2), tokens[:, 1:], reduction="none")
     count = mask.sum()
     m.log("loss", (losses * mask).sum() / count)
+    m.log("product", torch.einsum("ij,ij->", losses, mask / count))  # counts by the weight
     m.log("perplexity", ((losses * mask).sum() / count).exp())
     m.log("accuracy", ((scores.argmax(-1) == tokens[:, 1:]) & mask).sum() / count)
     return {"loss": (losses * mask).sum() / count, "weight": count}
@@ -160,6 +161,13 @@ def chosen_with_dropout(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor)
     return {"loss": F.cross_entropy(scores, tokens[mask], reduction="sum") / count, "weight": count}
 
 
+def logged_by_count(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores, some = scores_of(m, x), x[:, 0] > 0
+    m.log("of some", F.cross_entropy(scores, y.where(some, -100)))
+    m.log("weights of some", (w * some).sum() / some.sum())
+    return F.cross_entropy(scores, y)
+
+
 ALONE: dict[str, Any] = {
     "tokens that aren't padding": padded,
     "noise": diffused,
@@ -171,6 +179,7 @@ ALONE: dict[str, Any] = {
     "attention of each": attended,
     "less the largest": stable,
     "a clipped policy": clipped,
+    "logged means over some": logged_by_count,
     "a generator of its own": by_own_generator,
     "random shares": by_shares,
     "numbers that are drawn until one fits": drawn_until_it_fits,
