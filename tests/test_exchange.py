@@ -187,6 +187,7 @@ ALONE: dict[str, Any] = {
     "two views": lambda m, x, t, y, w: F.cross_entropy(
         scores_of(m, torch.cat([x, x + 0.1 * torch.randn_like(x)])), torch.cat([y, y])
     ),
+    "a mean of half precision": lambda m, x, t, y, w: scores_of(m, x).mean(0).float().sum(),
     "mapped": lambda m, x, t, y, w: torch.vmap(F.cross_entropy)(scores_of(m, x), y).mean(),
 }
 
@@ -256,7 +257,7 @@ def test_samples_that_are_computed_together_are_told_of(name: str) -> None:
     assert texts_of(name, chunks=1) == []
 
 
-@pytest.mark.parametrize("name", ["self-paced", "padding", "noise"])
+@pytest.mark.parametrize("name", ["self-paced", "padding", "noise", "half precision"])
 def test_half_precision_tells_the_same(name: str) -> None:
     known = next(each for each in ALONE | TOGETHER if name in each)
     assert bool(texts_of(known, precision="bf16-mixed")) == (known in TOGETHER)

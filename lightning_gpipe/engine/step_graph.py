@@ -1,4 +1,4 @@
-"""The graphs of a step: of its loss, and of what it gives the backbone."""
+"""The graph of a step's loss, from where samples come in."""
 
 from __future__ import annotations
 

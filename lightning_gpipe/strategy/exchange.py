@@ -120,7 +120,7 @@ class Exchange:
         mixer: str | None = None
         with preserved(self._groups.device, with_global=False):
             for replay in self._replays():
-                before = before or replay.before
+                before = before or replay.mixer_before
                 with suppress(Exception):  # any that functions' backwards raise
                     name = replay.mixer_of_loss(self._loss, self._weight)
                     mixer = mixer if name is None else mixer or name

@@ -108,7 +108,7 @@ class Replay:
         # what the backbone has given, if it can have gradients, and to which half rows belong
         self._outputs: list[tuple[Sequence[Tensor], Tensor]] = []
         #: The function that computes samples together before the backbone; nothing: none does.
-        self.before = ""
+        self.mixer_before = ""
 
     def run(self, noted: Sequence[Noted]) -> None:
         """Run the functions of the step.
@@ -327,7 +327,7 @@ class Replay:
             four, share = [t.detach() for t in found.values], self._rounding(tensor.dtype)
             on_a, on_b = depends(four, share)
             if bool((on_a & on_b).any()):
-                self.before = "" if are_reordered(four) else found.mixer
+                self.mixer_before = "" if are_reordered(four) else found.mixer
                 raise CannotReplay("Samples are computed together before the backbone.")
             if (own := of_given(four, halves, share)) is None:
                 raise CannotReplay(_ORDER)

@@ -1,6 +1,6 @@
 """Counts the hooks on tensors with a graph and on what graphs save, and gradients kept there.
 
-A backward that is split, or a second one, would run them twice, and add gradients twice.
+A backward that is split would run them twice, and add gradients twice.
 """
 
 from __future__ import annotations
