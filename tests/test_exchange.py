@@ -168,7 +168,17 @@ def logged_by_count(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> 
     return F.cross_entropy(scores, y)
 
 
+def of_a_group(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """One sample is a group of answers, whose advantages cancel each other."""
+    scores = m.value(m.body(m.embed(tokens)))[..., 0]
+    rewards = x[:, :TOKENS] - x[:, :TOKENS].mean(1, keepdim=True)
+    gains = (scores - scores.detach()).exp() * rewards
+    m.log("reward", rewards.sum(1).mean())
+    return (-gains.sum(1) / TOKENS).mean() + torch.stack([gain.mean() for gain in gains]).mean()
+
+
 ALONE: dict[str, Any] = {
+    "advantages of each": of_a_group,
     "tokens that aren't padding": padded,
     "noise": diffused,
     "random places of each": masked,
@@ -325,6 +335,14 @@ def test_a_step_that_fails_is_not_held(monkeypatch: Any) -> None:
     gc.collect()
     assert len(kept) == 1
     assert [ref() for ref in made] == [None]
+
+
+def test_a_function_without_a_name_is_told_of(monkeypatch: Any) -> None:
+    from lightning_gpipe.strategy.replay import Replay
+
+    monkeypatch.setattr(Replay, "mixer_of_mean", lambda self, value, weight: "")
+    (text,) = texts_of("a covariance that is logged")
+    assert "it is computed of several samples together" in text
 
 
 def test_any_two_of_four_samples_are_together_and_apart() -> None:

@@ -33,7 +33,7 @@ _BEFORE = (
     " GPipeStrategy(step='mini-batch')."
 )
 _VALUE = (
-    "{what} isn't a mean over samples: '{name}' computes it of several samples together, with"
+    "{what} isn't a mean over samples: {by} of several samples together, with"
     " step='micro-batch' of those of a micro-batch alone. Compute it in a hook, such as"
     " on_validation_epoch_end, of what the steps have returned, or use"
     " GPipeStrategy(step='mini-batch')."
@@ -133,7 +133,8 @@ class Exchange:
         if not self._groups.is_last:
             return None
         for what, name in found.items() if mixer is None else ():
-            self._tell(what, _VALUE.format(what=what, name=name))
+            by = f"'{name}' computes it" if name else "it is computed"
+            self._tell(what, _VALUE.format(what=what, by=by))
         return mixer
 
     def _replays(self) -> Iterator[Replay]:

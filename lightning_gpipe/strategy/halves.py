@@ -133,16 +133,17 @@ def mixes(four: Sequence[Tensor], samples: int, share: float) -> bool:
     return bool((rest > share * size).any() & (size > 0))
 
 
-def is_separable(four: Sequence[float], share: float) -> bool:
+def is_separable(four: Sequence[float], share: float, summands: float = 0.0) -> bool:
     """Whether a number seems to be a sum, or a mean, of something of each sample.
 
     Args:
         four: What it is in the four runs.
         share: What may be due to rounding.
+        summands: How large its summands are, where they may cancel each other.
     """
     numbers = torch.tensor(four, dtype=torch.float64, device="cpu")
     if not bool(numbers.isfinite().all()):  # 0 / 0, for instance, where samples are the same
         return not bool(numbers[:AA].isfinite().all() & ~numbers[AA:].isfinite().any())
     rest = float((numbers[AB] + numbers[BA] - numbers[AA] - numbers[BB]).abs())
-    size, spread = float(numbers.abs().max()), float(numbers.max() - numbers.min())
+    size, spread = max(float(numbers.abs().max()), summands), float(numbers.max() - numbers.min())
     return rest <= share * size + 1e-3 * spread

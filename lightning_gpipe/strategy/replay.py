@@ -20,6 +20,7 @@ from lightning_gpipe.model.remote import tensors_given, tensors_in
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace, may_draw
 from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.halves import (
+    AB,
     A,
     B,
     are_reordered,
@@ -31,6 +32,7 @@ from lightning_gpipe.strategy.halves import (
     of_rows,
 )
 from lightning_gpipe.strategy.step_rows import moves_rows
+from lightning_gpipe.strategy.summands import size_of
 from lightning_gpipe.tensors.default_type import default_dtype
 from lightning_gpipe.tensors.random_state import seed_torch
 
@@ -80,11 +82,13 @@ class _Four:
         values: One for each run.
         mixer: The function that has computed samples together; nothing: none has.
         counts: What it is the mean over, in each run; None: it isn't known to be a mean.
+        size: How large its summands are; see :func:`size_of`.
     """
 
     values: Sequence[Tensor]
     mixer: str = ""
     counts: Sequence[float] | None = None
+    size: Tensor | None = None
 
 
 class Replay:
@@ -164,7 +168,8 @@ class Replay:
         """Whether scalars, times weights, are those of a mean over samples."""
         pairs = zip(found.values, weights, strict=True)
         numbers = [float(value.detach()) * weight for value, weight in pairs]
-        return is_separable(numbers, self._rounding(found.values[0].dtype))
+        size = 0.0 if found.size is None else abs(float(found.size) * weights[0])
+        return is_separable(numbers, self._rounding(found.values[0].dtype), size)
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """What may be due to rounding, as a share of what differs."""
@@ -229,12 +234,22 @@ class Replay:
         if may_draw(ran.name) and not _draw_the_same(runs):
             raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
-        counts = self._counts(runs, given)
+        counts, size = self._counts(runs, given), self._size(ran)
         changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
         for four in changed:
-            self._note(ran.given[0], four.values, before or ran.name, None)
+            self._note(ran.given[0], four.values, before or ran.name, None, size)
         for tensor, *values in zip(ran.made, *(run.made for run in runs), strict=True):
-            self._note(tensor, values, before or ran.name, counts)
+            self._note(tensor, values, before or ran.name, counts, size)
+
+    def _size(self, ran: Ran) -> Tensor | None:
+        """How large the summands are of what a function has made, if that is one tensor."""
+
+        def find(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = self._find(tensor)
+            return (tensor, None) if found is None else (found.values[AB], found.size)
+
+        size = size_of(ran, find) if len(ran.made) == 1 else None
+        return size if size is not None and size.shape == ran.made[0].shape else None
 
     def _run_once(self, noted: Noted, k: int) -> Ran:
         ran, (enabled, dtype) = noted.ran, noted.autocast
@@ -263,11 +278,16 @@ class Replay:
         return found
 
     def _note(
-        self, tensor: Tensor, values: Sequence[Tensor], mixer: str, counts: Sequence[float] | None
+        self,
+        tensor: Tensor,
+        values: Sequence[Tensor],
+        mixer: str,
+        counts: Sequence[float] | None,
+        size: Tensor | None,
     ) -> None:
         plain = [value.detach() for value in values]
         is_mixed = mixes(plain, self._samples, self._rounding(plain[0].dtype))
-        self._known[id(tensor)] = _Four(values, mixer.strip("_") if is_mixed else "", counts)
+        self._known[id(tensor)] = _Four(values, mixer.strip("_") if is_mixed else "", counts, size)
 
     def _check_writes(self, ran: Ran) -> None:
         """Make sure that nothing is changed but what the runs have made.
