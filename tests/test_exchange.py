@@ -37,6 +37,7 @@ class Step(L.LightningModule):
         self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
         self.head, self.value = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.register_buffer("count", torch.zeros(()))
         self.counts, self.generator = np.zeros(1), torch.Generator().manual_seed(0)
 
@@ -177,7 +178,14 @@ def of_a_group(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tenso
     return (-gains.sum(1) / TOKENS).mean() + torch.stack([gain.mean() for gain in gains]).mean()
 
 
+def packed(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    lengths = (tokens[:, 0] % TOKENS + 1).cpu()
+    rows = nn.utils.rnn.pack_padded_sequence(m.embed(tokens), lengths, True, False)
+    return F.cross_entropy(m.head(m.body(m.recurrent(rows)[1][0][-1])), y)
+
+
 ALONE: dict[str, Any] = {
+    "packed": packed,
     "advantages of each": of_a_group,
     "tokens that aren't padding": padded,
     "noise": diffused,
@@ -267,7 +275,7 @@ def test_samples_that_are_computed_together_are_told_of(name: str) -> None:
     assert texts_of(name, chunks=1) == []
 
 
-@pytest.mark.parametrize("name", ["self-paced", "padding", "noise", "half precision"])
+@pytest.mark.parametrize("name", ["self-paced", "padding", "noise", "half precision", "packed"])
 def test_half_precision_tells_the_same(name: str) -> None:
     known = next(each for each in ALONE | TOGETHER if name in each)
     assert bool(texts_of(known, precision="bf16-mixed")) == (known in TOGETHER)

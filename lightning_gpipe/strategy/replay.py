@@ -42,6 +42,7 @@ _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
 _REJECTING = {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}
 _OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 _LOW = {torch.float16, torch.bfloat16}
+_RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
 
 
@@ -65,6 +66,12 @@ class Noted(NamedTuple):
     has_grad: bool
     autocast: tuple[bool, torch.dtype]
     default: torch.dtype
+
+    @property
+    def recurs_in_half(self) -> bool:
+        """Whether it rounds to half precision inside, whatever the type of what it has made."""
+        enabled, dtype = self.autocast
+        return enabled and dtype in _LOW and self.ran.name in _RECURRENT
 
     @classmethod
     def now(cls, ran: Ran, is_here: bool, device: torch.device) -> Noted:
@@ -108,7 +115,7 @@ class Replay:
         self._rows = {id(tensor): tensor for tensor in rows}
         self._known: dict[int, _Four] = {}  # by id
         self._has_moved = False  # whether samples may have come into another order
-        self._is_low = False  # whether samples are reduced in half precision
+        self._is_low = False  # whether half precision rounds them otherwise
         # what the backbone has given, if it can have gradients, and to which half rows belong
         self._outputs: list[tuple[Sequence[Tensor], Tensor]] = []
         #: The function that computes samples together before the backbone; nothing: none does.
@@ -120,7 +127,9 @@ class Replay:
         Raises:
             CannotReplay: If some can't be run; what comes of those before is known.
         """
-        self._is_low = any(self._reduces_in_half(each.ran) for each in noted if each.is_here)
+        self._is_low = any(
+            each.recurs_in_half or self._reduces_in_half(each.ran) for each in noted if each.is_here
+        )
         for each in noted:
             if each.ran.name == BACKBONE:
                 self._pass_backbone(each)
