@@ -77,16 +77,31 @@ class Centred(Names):
         return loss
 
 
-class Reads(Names):
-    """Changes no buffer but those of batch norm."""
+class Follows(Names):
+    """Has a teacher that follows what is trained."""
 
     def build(self) -> None:
         super().build()
+        self.student = nn.Linear(models.WIDTH, models.WIDTH)
+        self.teacher = nn.Linear(models.WIDTH, models.WIDTH).requires_grad_(False)
+
+    def judge(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return functional.mse_loss(self.student(out), y) + self.teacher(out).square().mean()
+
+
+class Reads(Names):
+    """Changes no buffer but those of batch norm, and no frozen parameter."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
         self.norm = nn.BatchNorm1d(models.WIDTH)
         self.register_buffer("centre", torch.ones(models.WIDTH))
 
     def judge(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        return functional.mse_loss(self.norm(out) - self.centre, y)
+        return functional.mse_loss(self.norm(out) * self.scale - self.centre, y)
 
 
 class Compares(Names):
@@ -199,20 +214,27 @@ def test_as_a_plain_trainer(kind: type[Names], chunks: int, stages: int) -> None
 
 
 def texts_of(kind: type[Names], stages: int, chunks: int) -> list[str]:
-    """What a run warns of buffers."""
+    """What a run warns of buffers and frozen parameters."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trained(kind, stages, chunks)
     texts = [str(each.message) for each in found]
-    return [text for text in texts if "changes the buffer" in text]
+    return [text for text in texts if "The step changes the" in text]
+
+
+KEPT = [
+    (Writes, "buffer 'queue'"),
+    (Centred, "buffer 'centre'"),
+    (Follows, "frozen parameter 'teacher.weight'"),
+]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(("kind", "name"), [(Writes, "queue"), (Centred, "centre")])
+@pytest.mark.parametrize(("kind", "name"), KEPT)
 def test_changed_buffers_are_told_of(kind: type[Names], name: str, stages: int) -> None:
     found = run_ranks(texts_of, stages, kind, stages, 3)
     assert all(len(texts) <= 1 for texts in found)
-    assert any(f"The step changes the buffer '{name}'." in text for (text,) in filter(None, found))
+    assert any(f"The step changes the {name}." in text for (text,) in filter(None, found))
 
 
 @pytest.mark.parametrize("kind", [Reads, Compares])

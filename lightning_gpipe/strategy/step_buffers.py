@@ -1,8 +1,9 @@
-"""Looks for buffers that a step changes, which it does once for each micro-batch."""
+"""Looks for buffers, and frozen parameters, that a step changes once for each micro-batch."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ _Buffers: TypeAlias = dict[str, tuple[Tensor, int]]
 
 class StepBuffers:
     """Warns, once, of a buffer outside the backbone that training steps change.
+
+    Or of a frozen parameter, such as one of a teacher that follows what is trained.
 
     Args:
         module: The user's module.
@@ -41,9 +44,13 @@ class StepBuffers:
             return
         for name, (buffer, version) in self._buffers().items():
             old, old_version = before.get(name, (buffer, version))
-            if buffer is not old or version != old_version:
+            is_parameter = isinstance(buffer, nn.Parameter)
+            # stages put others in the places of parameters that they don't hold
+            is_other = buffer is not old and not is_parameter
+            if is_other or (buffer is old and version != old_version):
                 self._is_told = True
-                warnings.warn(_CHANGED.format(name=name), stacklevel=2)
+                kind = "frozen parameter" if is_parameter else "buffer"
+                warnings.warn(_CHANGED.format(kind=kind, name=name), stacklevel=2)
                 return
 
     def _buffers(self) -> _Buffers:
@@ -53,12 +60,20 @@ class StepBuffers:
             for place, part in self._module.named_modules()
             if not f"{place}.".startswith(f"{self._backbone}.")
             and not isinstance(part, (_NormBase, Metric))
-            for name, buffer in part.named_buffers(recurse=False)
+            for name, buffer in _kept_in(part)
         }
 
 
+def _kept_in(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers and frozen parameters of a module by itself."""
+    yield from part.named_buffers(recurse=False)
+    for name, parameter in part.named_parameters(recurse=False):
+        if not parameter.requires_grad:
+            yield name, parameter
+
+
 _CHANGED = (
-    "The step changes the buffer '{name}'. With step='micro-batch' it does so once for each"
+    "The step changes the {kind} '{name}'. With step='micro-batch' it does so once for each"
     " micro-batch, and what it uses of it is what the micro-batch before has left. That is the"
     " mini-batch's only where changes add up, as those of a count of samples. Change it in a hook,"
     " such as on_train_batch_end, or use GPipeStrategy(step='mini-batch')."
