@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.autograd import grad  # not what stands in its place while a model trains
 from torch.utils._pytree import tree_map
 
-from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import tensors_given, tensors_in
@@ -31,16 +29,19 @@ from lightning_gpipe.strategy.halves import (
     of_given,
     of_rows,
 )
+from lightning_gpipe.strategy.repeatable import (
+    are_alike,
+    changed_by,
+    draw_the_same,
+    moves_statistics,
+    only_computes,
+)
 from lightning_gpipe.strategy.step_rows import moves_rows
 from lightning_gpipe.strategy.summands import size_of
 from lightning_gpipe.tensors.default_type import default_dtype
 from lightning_gpipe.tensors.random_state import seed_torch
 
-_STATISTICS = {"batch_norm", "instance_norm"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
-#: Functions that draw as many random numbers as it takes, which depends on what they are given.
-_REJECTING = {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}
-_OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 _LOW = {torch.float16, torch.bfloat16}
 _RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
@@ -67,11 +68,18 @@ class Noted(NamedTuple):
     autocast: tuple[bool, torch.dtype]
     default: torch.dtype
 
-    @property
-    def recurs_in_half(self) -> bool:
-        """Whether it rounds to half precision inside, whatever the type of what it has made."""
-        enabled, dtype = self.autocast
-        return enabled and dtype in _LOW and self.ran.name in _RECURRENT
+    def rounds_to_half(self, samples: int) -> bool:
+        """Whether it makes something of all samples in half precision, or is computed by that.
+
+        Args:
+            samples: How many there are.
+        """
+        ran, (enabled, dtype) = self.ran, self.autocast
+        if enabled and dtype in _LOW and ran.name in _RECURRENT:
+            return True  # inside, whatever the type of what it has made
+        most = max((tensor.numel() for tensor in ran.given), default=0)
+        low = [t for t in ran.made if t.dtype in _LOW and t.numel() * samples <= most]
+        return any(not t.ndim or len(t) != samples for t in low)
 
     @classmethod
     def now(cls, ran: Ran, is_here: bool, device: torch.device) -> Noted:
@@ -127,9 +135,7 @@ class Replay:
         Raises:
             CannotReplay: If some can't be run; what comes of those before is known.
         """
-        self._is_low = any(
-            each.recurs_in_half or self._reduces_in_half(each.ran) for each in noted if each.is_here
-        )
+        self._is_low = any(e.is_here and e.rounds_to_half(self._samples) for e in noted)
         for each in noted:
             if each.ran.name == BACKBONE:
                 self._pass_backbone(each)
@@ -186,16 +192,6 @@ class Replay:
             return 0.0
         return 0.03 if self._is_low or dtype in _LOW else 64 * torch.finfo(dtype).eps
 
-    def _reduces_in_half(self, ran: Ran) -> bool:
-        """Whether a function makes something of all samples, in half precision."""
-        most = max((tensor.numel() for tensor in ran.given), default=0)
-        return any(
-            t.dtype in _LOW
-            and t.numel() * self._samples <= most
-            and not (t.ndim and len(t) == self._samples)
-            for t in ran.made
-        )
-
     def _has_mixed_gradient(self, found: _Four, weights: Sequence[float]) -> bool:
         """Whether the derivative in a sample of the backbone's output depends on others."""
         losses = found.values
@@ -238,12 +234,12 @@ class Replay:
         given = [self._find(tensor) for tensor in ran.given]
         self._check_writes(ran)
         runs = [self._run_once(noted, k) for k in range(4)]
-        if not ran.made and not _are_alike([run.result for run in runs]):
+        if not ran.made and not are_alike([run.result for run in runs]):
             raise CannotReplay(f"'{ran.name}' has read values.")
-        if may_draw(ran.name) and not _draw_the_same(runs):
+        if may_draw(ran.name) and not draw_the_same(runs):
             raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
-        counts, size = self._counts(runs, given), self._size(ran)
+        counts, size = _counts_of(self._trace, runs, given), self._size(ran)
         changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
         for four in changed:
             self._note(ran.given[0], four.values, before or ran.name, None, size)
@@ -271,21 +267,6 @@ class Replay:
         given = tensors_given(args, kwargs)
         return Ran(ran.function, ran.name, args, kwargs, given, result, tensors_in(result), True)
 
-    def _counts(self, runs: Sequence[Ran], given: Sequence[_Four | None]) -> Sequence[float] | None:
-        """What a function's scalar is the mean over, in each run."""
-        ran, found = runs[0], []
-        if ran.name in ("clone", "detach"):
-            return given[0].counts if given[0] is not None else None
-        for run in runs:
-            if run.name in _QUOTIENTS and len(run.args) == 2:
-                count = run.args[1]
-            else:
-                count = count_of(self._trace, run) if is_mean(run) else None
-            if count is None or (isinstance(count, Tensor) and count.numel() != 1):
-                return None
-            found.append(float(count))
-        return found
-
     def _note(
         self,
         tensor: Tensor,
@@ -304,14 +285,11 @@ class Replay:
         Raises:
             CannotReplay: If something else would be.
         """
-        changed = tensors_in(ran.kwargs.get("out"))
-        if writes(ran.name) or ran.name.endswith(" =") or _is_in_place(ran):
-            changed += tensors_in([*ran.args, *ran.kwargs.values()][0])
-        if not _only_computes(ran.function):
+        if not only_computes(ran.function):
             raise CannotReplay(f"'{ran.name}' may do anything, such as talk to other ranks.")
-        if ran.name in _STATISTICS and _moves_statistics(ran):
+        if moves_statistics(ran):
             raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
-        for tensor in changed:
+        for tensor in changed_by(ran):
             four = self._known.get(id(tensor))
             places = {t.untyped_storage().data_ptr() for t in four.values} if four else ()
             if len(places) < 4:  # something else's, which isn't a run's own
@@ -366,48 +344,19 @@ class Replay:
         return self._halves
 
 
-@cache
-def _only_computes(function: Callable[..., Any]) -> bool:
-    """Whether a function is PyTorch's, and talks to no other rank."""
-    if isinstance(function, _OPERATORS):
-        return str(function).startswith("aten.")
-    room = getattr(function, "__module__", None) or "torch"
-    return room.partition(".")[0] == "torch" and not room.startswith("torch.distributed")
-
-
-def _are_alike(results: Sequence[Any]) -> bool:
-    """Whether what was read of tensors is the same in all runs, or isn't a number."""
-    if not isinstance(results[0], (bool, int, float, list, tuple)):
-        return results[0] is None or isinstance(results[0], str)
-    return all(result == results[0] for result in results)
-
-
-def _draw_the_same(runs: Sequence[Ran]) -> bool:
-    """Whether a function has drawn as many random numbers for each element in all runs."""
-    name, shapes = runs[0].name, [[t.shape for t in run.made] for run in runs]
-    if any(each != shapes[0] for each in shapes):
-        return False
-    given = zip(*(run.given for run in runs), strict=True)
-    return name not in _REJECTING or all(torch.equal(t, own[0]) for own in given for t in own)
-
-
-def _moves_statistics(ran: Ran) -> bool:
-    """Whether a normalisation moves running statistics."""
-    default = ran.args[5] if len(ran.args) > 5 else ran.name == "instance_norm"
-    moves = ran.kwargs.get("training", ran.kwargs.get("use_input_stats", default))
-    return bool(moves) and (ran.kwargs.get("running_mean", [*ran.args, None][1]) is not None)
-
-
-def _is_in_place(ran: Ran) -> bool:
-    """Whether a function was told to change what it was given."""
-    place = _place_of_in_place(ran.function)
-    default = len(ran.args) > place >= 0 and ran.args[place]
-    return bool(ran.kwargs.get("inplace", default))
-
-
-@cache
-def _place_of_in_place(function: Callable[..., Any]) -> int:
-    try:
-        return [*inspect.signature(function).parameters].index("inplace")
-    except (TypeError, ValueError):
-        return -1
+def _counts_of(
+    trace: StepTrace, runs: Sequence[Ran], given: Sequence[_Four | None]
+) -> Sequence[float] | None:
+    """What a function's scalar is the mean over, in each run; None: it isn't known."""
+    if runs[0].name in ("clone", "detach"):
+        return given[0].counts if given[0] is not None else None
+    found = []
+    for run in runs:
+        if run.name in _QUOTIENTS and len(run.args) == 2:
+            count = run.args[1]
+        else:
+            count = count_of(trace, run) if is_mean(run) else None
+        if count is None or (isinstance(count, Tensor) and count.numel() != 1):
+            return None
+        found.append(float(count))
+    return found
