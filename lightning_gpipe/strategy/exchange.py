@@ -27,9 +27,9 @@ from lightning_gpipe.tensors.random_state import preserved
 _ELEMENTS, _FUNCTIONS = 2**20, 500
 _BEFORE = (
     "What stands before the backbone computes samples together: '{name}' makes something of"
-    " several. With step='micro-batch' the step sees those of a micro-batch, so the weights come"
-    " out otherwise. Mix or normalise data in on_after_batch_transfer, which sees the mini-batch,"
-    " let layers compute each sample by itself, as those with batch_first=True do, or use"
+    " several. With step='micro-batch' it sees those of a micro-batch alone, so what comes of it"
+    " differs. Mix or normalise data in on_after_batch_transfer, which sees the mini-batch, let"
+    " layers compute each sample by itself, as those with batch_first=True do, or use"
     " GPipeStrategy(step='mini-batch')."
 )
 _VALUE = (
@@ -124,9 +124,9 @@ class Exchange:
                 with suppress(Exception):  # any that functions' backwards raise
                     name = replay.mixer_of_loss(self._loss, self._weight)
                     mixer = mixer if name is None else mixer or name
-                for what, value in self._means:
-                    name = replay.mixer_of_mean(value, self._weight)
-                    found |= {} if name is None else {what: name}
+                    for what, value in self._means:
+                        name = replay.mixer_of_mean(value, self._weight)
+                        found |= {} if name is None else {what: name}
         self.forget()
         if before and self._groups.is_first:
             self._tell("", _BEFORE.format(name=before))
