@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +24,11 @@ from lightning_gpipe.strategy.replay import Noted, Replay
 from lightning_gpipe.tensors.random_state import preserved
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
-#: memory of the one, and 1 or 2 ms for each of the other.
+#: memory of the one, and half a millisecond for each of the other.
 _ELEMENTS, _FUNCTIONS = 2**20, 500
 _BEFORE = (
-    "What stands before the backbone computes samples together: '{name}' makes something of"
-    " several. With step='micro-batch' it sees those of a micro-batch alone, so what comes of it"
+    "What stands before the backbone computes samples together{by}."
+    " With step='micro-batch' it sees those of a micro-batch alone, so what comes of it"
     " differs. Mix or normalise data in on_after_batch_transfer, which sees the mini-batch, let"
     " layers compute each sample by itself, as those with batch_first=True do, or use"
     " GPipeStrategy(step='mini-batch')."
@@ -116,39 +117,60 @@ class Exchange:
             What has mixed samples in the loss: the name of a function, or nothing where it isn't
             known; None: nothing is known to have done so.
         """
-        before, found = "", dict[str, str]()
-        mixer: str | None = None
         with preserved(self._groups.device, with_global=False):
-            for replay in self._replays():
-                before = before or replay.mixer_before
-                with suppress(Exception):  # any that functions' backwards raise
-                    name = replay.mixer_of_loss(self._loss, self._weight)
-                    mixer = mixer if name is None else mixer or name
-                    for what, value in self._means:
-                        name = replay.mixer_of_mean(value, self._weight)
-                        found |= {} if name is None else {what: name}
+            found = self._find(names=False)
+            if found != _Found():
+                found = self._find(names=True)
         self.forget()
-        if before and self._groups.is_first:
-            self._tell("", _BEFORE.format(name=before))
+        if found.before is not None and self._groups.is_first:
+            by = f": '{found.before}' makes something of several" if found.before else ""
+            self._tell("", _BEFORE.format(by=by))
         if not self._groups.is_last:
             return None
-        for what, name in found.items() if mixer is None else ():
+        for what, name in found.means.items() if found.loss is None else ():
             by = f"'{name}' computes it" if name else "it is computed"
             self._tell(what, _VALUE.format(what=what, by=by))
-        return mixer
+        return found.loss
 
-    def _replays(self) -> Iterator[Replay]:
-        """The step with its samples exchanged, as far as it can be run."""
+    def _find(self, names: bool) -> _Found:
+        """What computes samples together, as far as the step can run with its samples exchanged."""
+        found = _Found()
         if self._trace is None:
-            return
+            return found
         for halves in halves_of(self._samples, self._number):
-            replay = Replay(self._trace, self._rows, halves, self._number)
+            replay = Replay(self._trace, self._rows, halves, self._number, names)
             with warnings.catch_warnings(), suppress(Exception):  # any that functions raise
                 warnings.simplefilter("ignore")
                 replay.run(self._noted)
-            yield replay
+            found.before = _better(found.before, replay.mixer_before)
+            with suppress(Exception):  # or their backwards
+                found.loss = _better(found.loss, replay.mixer_of_loss(self._loss, self._weight))
+                for what, value in self._means:
+                    name = replay.mixer_of_mean(value, self._weight)
+                    found.means |= {} if name is None else {what: name}
+        return found
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(text, stacklevel=2)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What computes samples together: names of functions, or nothing where they aren't known.
+
+    Args:
+        before: What does so before the backbone; None: nothing.
+        loss: Of which the loss comes; None: it doesn't.
+        means: Of which other means come, by what they are.
+    """
+
+    before: str | None = None
+    loss: str | None = None
+    means: dict[str, str] = field(default_factory=dict)
+
+
+def _better(name: str | None, other: str | None) -> str | None:
+    """That of two names which says more."""
+    return name or other if other is not None else name

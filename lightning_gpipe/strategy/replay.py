@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import grad  # not what stands in its place while a model trains
-from torch.utils._pytree import tree_map
 
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.ran import Ran
@@ -114,10 +113,13 @@ class Replay:
         rows: The tensors of the batch that have a row for each sample.
         halves: To which half each sample belongs; see :func:`halves_of`.
         seed: Of random numbers.
+        names: Whether to find the names of functions, which takes longer.
     """
 
-    def __init__(self, trace: StepTrace, rows: Sequence[Tensor], halves: Tensor, seed: int) -> None:
-        self._seed = seed
+    def __init__(
+        self, trace: StepTrace, rows: Sequence[Tensor], halves: Tensor, seed: int, names: bool
+    ) -> None:
+        self._seed, self._names = seed, names
         self._trace, self._samples, self._device = trace, len(halves), trace.device
         self._halves = halves
         self._rows = {id(tensor): tensor for tensor in rows}
@@ -126,8 +128,9 @@ class Replay:
         self._is_low = False  # whether half precision rounds them otherwise
         # what the backbone has given, if it can have gradients, and to which half rows belong
         self._outputs: list[tuple[Sequence[Tensor], Tensor]] = []
-        #: The function that computes samples together before the backbone; nothing: none does.
-        self.mixer_before = ""
+        #: The function that computes samples together before the backbone, or nothing where its
+        #: name isn't known; None: none does.
+        self.mixer_before: str | None = None
 
     def run(self, noted: Sequence[Noted]) -> None:
         """Run the functions of the step.
@@ -211,12 +214,18 @@ class Replay:
                     return True
         return False
 
-    def _of(self, run: int, leaf: Any) -> Any:
+    def _of(self, run: int, value: Any) -> Any:
         """What takes the place of an argument in a run."""
-        if isinstance(leaf, torch.Generator):  # the step's own isn't drawn from
-            return torch.Generator(leaf.device).manual_seed(self._seed_of_call())
-        found = self._find(leaf) if isinstance(leaf, Tensor) else None
-        return leaf if found is None else found.values[run]
+        if isinstance(value, Tensor):
+            found = self._find(value)
+            return value if found is None else found.values[run]
+        if type(value) in (list, tuple):
+            return type(value)(self._of(run, item) for item in value)
+        if type(value) is dict:
+            return {key: self._of(run, item) for key, item in value.items()}
+        if isinstance(value, torch.Generator):  # the step's own isn't drawn from
+            return torch.Generator(value.device).manual_seed(self._seed_of_call())
+        return value
 
     def _seed_of_call(self) -> int:
         """What random numbers a function draws, the same in all runs."""
@@ -230,10 +239,12 @@ class Replay:
 
     def _run(self, noted: Noted) -> None:
         """Run a function as it ran, with random numbers that are the same in all runs."""
-        ran = noted.ran
+        ran, (enabled, dtype) = noted.ran, noted.autocast
         given = [self._find(tensor) for tensor in ran.given]
         self._check_writes(ran)
-        runs = [self._run_once(noted, k) for k in range(4)]
+        context = torch.autocast(self._device.type, dtype, enabled)
+        with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
+            runs = [self._run_once(ran, k) for k in range(4)]
         if not ran.made and not are_alike([run.result for run in runs]):
             raise CannotReplay(f"'{ran.name}' has read values.")
         if may_draw(ran.name) and not draw_the_same(runs):
@@ -256,14 +267,13 @@ class Replay:
         size = size_of(ran, find) if len(ran.made) == 1 else None
         return size if size is not None and size.shape == ran.made[0].shape else None
 
-    def _run_once(self, noted: Noted, k: int) -> Ran:
-        ran, (enabled, dtype) = noted.ran, noted.autocast
-        args, kwargs = tree_map(partial(self._of, k), (ran.args, ran.kwargs))
+    def _run_once(self, ran: Ran, k: int) -> Ran:
+        of = partial(self._of, k)
+        args = tuple(map(of, ran.args))
+        kwargs = {name: of(value) for name, value in ran.kwargs.items()}
         if not ran.is_free:
             seed_torch(self._device, self._seed_of_call())
-        context = torch.autocast(self._device.type, dtype, enabled)
-        with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
-            result = ran.function(*args, **kwargs)
+        result = ran.function(*args, **kwargs)
         given = tensors_given(args, kwargs)
         return Ran(ran.function, ran.name, args, kwargs, given, result, tensors_in(result), True)
 
@@ -275,8 +285,8 @@ class Replay:
         counts: Sequence[float] | None,
         size: Tensor | None,
     ) -> None:
-        plain = [value.detach() for value in values]
-        is_mixed = mixes(plain, self._samples, self._rounding(plain[0].dtype))
+        share = self._rounding(tensor.dtype)
+        is_mixed = self._names and mixes([t.detach() for t in values], self._samples, share)
         self._known[id(tensor)] = _Four(values, mixer.strip("_") if is_mixed else "", counts, size)
 
     def _check_writes(self, ran: Ran) -> None:
@@ -334,7 +344,7 @@ class Replay:
             four, share = [t.detach() for t in found.values], self._rounding(tensor.dtype)
             on_a, on_b = depends(four, share)
             if bool((on_a & on_b).any()):
-                self.mixer_before = "" if are_reordered(four) else found.mixer
+                self.mixer_before = None if are_reordered(four) else found.mixer
                 raise CannotReplay("Samples are computed together before the backbone.")
             if (own := of_given(four, halves, share)) is None:
                 raise CannotReplay(_ORDER)
