@@ -21,7 +21,6 @@ from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
 from lightning_gpipe.strategy.halves import halves_of
 from lightning_gpipe.strategy.replay import Noted, Replay
-from lightning_gpipe.tensors.random_state import preserved
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
 #: memory of the one, and half a millisecond for each of the other.
@@ -117,10 +116,9 @@ class Exchange:
             What has mixed samples in the loss: the name of a function, or nothing where it isn't
             known; None: nothing is known to have done so.
         """
-        with preserved(self._groups.device, with_global=False):
-            found = self._find(names=False)
-            if found != _Found():
-                found = self._find(names=True)
+        found = self._find(names=False)
+        if found != _Found():
+            found = self._find(names=True)
         self.forget()
         if found.before is not None and self._groups.is_first:
             by = f": '{found.before}' makes something of several" if found.before else ""

@@ -91,7 +91,7 @@ def are_of_features(ran: Ran, made: Tensor, samples: int) -> bool:
     rows, *features = given.shape
     place = 2 if ran.name in _DIM_IS_THIRD else 1
     is_rows = rows == samples or (len(features) == 1 and may_be_rows(given, samples))
-    return is_rows and samples not in features and is_along_first(ran, place)
+    return is_rows and samples not in features and _is_along_first(ran, place)
 
 
 def _is_given_first(args: Sequence[Any]) -> bool:
@@ -102,15 +102,14 @@ def _is_number(index: Any) -> bool:
     return type(index) is int or (isinstance(index, Tensor) and not index.ndim)
 
 
-def is_along_first(ran: Ran, place: int, default: int | None = None) -> bool:
+def _is_along_first(ran: Ran, place: int) -> bool:
     """Whether a function works along the first dimension.
 
     Args:
         ran: The function, of a tensor that has dimensions.
         place: The place of the dimension, or dimensions, among its arguments.
-        default: The dimension where none is given, if the function has one.
     """
     named = [ran.kwargs[name] for name in ("dim", "dims", "axis") if name in ran.kwargs]
-    dim = [*named, *ran.args[place : place + 1], default][0]
+    dim = [*named, *ran.args[place : place + 1], None][0]
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     return any(type(each) is int and each % ran.given[0].ndim == 0 for each in dims)
