@@ -35,7 +35,7 @@ WORKLOADS = {
     "language-model": language_model,
 }
 ONE = "one process"
-_SETTLED = 6  # mini-batches until a schedule is searched with what was measured
+_SETTLED = 9  # mini-batches until a measured schedule runs, and steps are rarely looked at
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> None:
