@@ -24,7 +24,7 @@ from lightning_gpipe.strategy.replay import Noted, Replay
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
 #: memory of the one, and half a millisecond for each of the other.
-_ELEMENTS, _FUNCTIONS = 2**20, 500
+_ELEMENTS, _FUNCTIONS = 2**22, 500
 _BEFORE = (
     "What stands before the backbone computes samples together{by}."
     " With step='micro-batch' it sees those of a micro-batch alone, so what comes of it"
