@@ -654,7 +654,10 @@ def _profiled(folder: str) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5.0, "dur": 1.0, "name": "x", "id": 3}
-    for text in ("not json", '{"a": 1}', '{"traceEvents": [1]}'):
+    fields = '"distributedInfo": 3', '"distributedInfo": {"rank": "x"}', '"baseTimeNanoseconds": ""'
+    odd = [f'{{"traceEvents": [], {field}}}' for field in fields]
+    odd += ['{"traceEvents": [{"ts": "x"}]}', '[{"name": "process_name", "args": 3}]']
+    for text in ("not json", '{"a": 1}', '{"traceEvents": [1]}', *odd):
         bad.write_text(text)
         with pytest.raises(ValueError, match=r"bad\.json is no Chrome trace"):
             merge_traces([str(bad)], str(tmp_path / "out.json"))

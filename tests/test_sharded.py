@@ -463,6 +463,7 @@ def test_the_commands_say_what_is_wrong(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "taken").write_text("text")
+    torch.save({"state_dict": [1]}, tmp_path / "odd")
     for arguments, message in [
         (["consolidate", str(tmp_path), str(tmp_path / "one")], "is a folder, but no sharded"),
         (["consolidate", str(tmp_path / "no"), str(tmp_path / "one")], "There is no checkpoint"),
@@ -471,6 +472,7 @@ def test_the_commands_say_what_is_wrong(
         (["consolidate", str(folder), str(tmp_path), "--overwrite"], "is a folder: give"),
         (["shard", str(folder), str(tmp_path / "one")], "is a folder: give the file"),
         (["shard", str(tmp_path / "taken"), str(tmp_path / "one")], "no Lightning checkpoint"),
+        (["shard", str(tmp_path / "odd"), str(tmp_path / "one")], "it has no 'state_dict'"),
         (["shard", str(tmp_path / "taken"), str(folder)], "is there already"),
     ]:
         with pytest.raises(SystemExit, match=message) as caught:
@@ -479,7 +481,7 @@ def test_the_commands_say_what_is_wrong(
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert "make an ordinary checkpoint of a sharded one" in capsys.readouterr().out
-    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+    assert {p.name for p in tmp_path.iterdir()} == {"taken", "odd"}
 
 
 # ---------------------------------------------------------------------- what else saves

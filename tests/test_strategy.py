@@ -50,6 +50,7 @@ def test_registered_under_its_name() -> None:
         ({"start_method": "thread"}, "start_method must be one of .popen.*fork"),
         ({"timeout": 1800}, r"timeout must be a datetime.timedelta .* got timeout=1800\."),
         ({"timeout": timedelta(0)}, "timeout must be a datetime.timedelta above zero"),
+        ({"timeout": timedelta.max}, "at most 36500 days"),
         ({"backbone": ""}, "backbone must be None or the dotted name of a submodule"),
         ({"backbone": nn.Sequential(nn.Tanh())}, "dotted name of a .*, got a Sequential\\."),
         ({"deferred_batch_norm": "False"}, "deferred_batch_norm must be True or False, got .*'Fal"),

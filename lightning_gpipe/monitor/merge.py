@@ -54,6 +54,10 @@ def _read(name: str) -> dict[str, Any]:
         raise ValueError(f"{name} is no Chrome trace: it has no traceEvents.")
     if not all(isinstance(event, dict) for event in trace["traceEvents"]):
         raise ValueError(f"{name} is no Chrome trace: its traceEvents aren't all objects.")
+    try:
+        _of_rank(_rank(trace, 0), trace, _base_us(trace), first=0)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is no Chrome trace: {error}.") from None
     return trace
 
 

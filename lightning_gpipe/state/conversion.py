@@ -65,9 +65,9 @@ def shard(file: str, folder: str, overwrite: bool = False) -> None:
     if os.path.isdir(file):
         raise IsADirectoryError(f"{file} is a folder: give the file of an ordinary checkpoint.")
     checkpoint = _read(file)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, Mapping):
         raise ValueError(f"{file} is no Lightning checkpoint: it has no 'state_dict'.")
-    state = checkpoint["state_dict"]
     share = Share(True, frozenset(state), lambda key: True, (), _tied(state))
     write(Part(checkpoint, share, None), folder)
 

@@ -29,6 +29,7 @@ from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.world import Connection, World
 
 _T = TypeVar("_T")
+_LONGEST_TIMEOUT = timedelta(days=36500)  # clocks count nanoseconds in 64 bits
 StartMethod = Literal["popen", "spawn", "fork"]
 
 
@@ -280,10 +281,10 @@ class ProcessesStrategy(PlacedStrategy):
 
 def _check(backend: object, timeout: object) -> None:
     """Refuse what isn't of the right kind."""
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+    if not isinstance(timeout, timedelta) or not timedelta() < timeout <= _LONGEST_TIMEOUT:
         raise ValueError(
-            "timeout must be a datetime.timedelta above zero, such as timedelta(minutes=30),"
-            f" got timeout={timeout!r}."
+            "timeout must be a datetime.timedelta above zero, such as timedelta(minutes=30), and at"
+            f" most {_LONGEST_TIMEOUT.days} days, got timeout={timeout!r}."
         )
     if not (backend is None or (isinstance(backend, str) and backend)):
         raise ValueError(

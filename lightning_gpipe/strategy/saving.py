@@ -48,7 +48,8 @@ def read(load: Callable[[], Any], path: Any) -> dict[str, Any]:
             " short by a full disk or a killed process, or be no checkpoint at all: resume from an"
             " earlier one."
         ) from error
-    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(state, Mapping):
         raise ValueError(
             f"{path} is no Lightning checkpoint: it has no 'state_dict'. Weights that were saved by"
             " themselves are loaded with module.load_state_dict(torch.load(path)) before the"
