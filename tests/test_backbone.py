@@ -70,6 +70,10 @@ def resnet() -> nn.Module:
             ),
             "`self.backbone = nn.Sequential(*self.features, *self.classifier)`",
         ),
+        (  # one has the name that would be given: it isn't to be deleted with the rest
+            lambda: module(backbone=nn.Sequential(*layers()), neck=nn.Sequential(*layers())),
+            "`self.body = nn.Sequential(*self.backbone, *self.neck)`",
+        ),
         (
             lambda: module(down=nn.Sequential(*layers()), up=nn.Sequential(*layers())),
             "as in a U-Net, let the layers hand tuples on",

@@ -114,9 +114,11 @@ def _recipe(module: nn.Module, candidates: Sequence[str]) -> str:
         if not isinstance(child, nn.modules.loss._Loss) and not hasattr(child, "compute")  # metrics
     ]
     kept = place if parent else ", ".join(f"self.{key}" for key in candidates)
+    names = itertools.chain(("backbone", "body"), (f"body{i}" for i in itertools.count(2)))
+    free = next(name for name in names if not hasattr(module, name))  # else it is deleted, too
     return (
         "If they are called one after another, make one nn.Sequential of them and of what is called"
-        f" between them, in that order: `self.backbone = nn.Sequential({', '.join(parts)})`, with"
+        f" between them, in that order: `self.{free} = nn.Sequential({', '.join(parts)})`, with"
         " nn.Flatten(1) and so on where the forward does more than call its parts, and call it"
         f" instead. Then `del {kept}`: layers that stand under two names are held by every stage."
         " If values pass by some of them, as in a U-Net, let the layers hand tuples on."
