@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_gpipe.failure.reason import Failure
+from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import children
@@ -298,6 +300,26 @@ def test_the_error_stands_last_and_its_traceback_once(where: str, note: str) -> 
     assert "in check" in screen
     assert "RemoteError" not in screen
     assert len(after) < 40, screen
+
+
+def test_the_error_stands_last_where_another_arises_in_the_teardown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in Lightning's fetcher where a loader's worker processes can't be started."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    first = failing.Broken("in the data")
+    failure = Failure.of(first, 0, 2)
+    LastWord.install(first, failure, 0, lambda: None)
+    try:
+        try:
+            raise first
+        finally:
+            raise RuntimeError("call iter first")
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    screen = capfd.readouterr().err
+    assert "RuntimeError: call iter first" in screen
+    assert screen.strip().splitlines()[-1] == str(failure).splitlines()[-1], screen
 
 
 def test_the_error_stands_last_where_processes_are_forked() -> None:

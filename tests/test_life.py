@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm.messages import RemoteError
 from tests import models
-from tests.ranks import run_ranks, start_ranks
+from tests.ranks import RankError, run_ranks, start_ranks
 from tests.training import trainer
 
 
@@ -196,6 +196,20 @@ def caught_by_its_type() -> int:
 def test_an_error_that_each_rank_raises_is_caught_by_its_type() -> None:
     for _ in range(3):  # which of them is first is chance
         assert run_ranks(caught_by_its_type, 2) == [15, 15]
+
+
+class Forgets(Living):
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+
+
+def forgetting() -> None:
+    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(Forgets())
+
+
+def test_a_forgotten_return_is_told() -> None:
+    with pytest.raises(RankError, match="training_step returned None: is `return loss` missing"):
+        run_ranks(forgetting, 2)
 
 
 class Pairs(Living):

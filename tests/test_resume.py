@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import platform
 import signal
@@ -212,6 +213,17 @@ def test_a_bad_file_is_refused(content: str, problem: str, tmp_path: Path) -> No
         run_ranks(resumed, 2, path, 2, 1)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["saved.ckpt"], "nothing else was written"
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(WholeFileIO, "save_checkpoint", breaks)
+    run = trainer(devices=1, max_steps=1, strategy=GPipeStrategy(2))
+    run.fit(Long())
+    with pytest.raises(OSError, match=r"No space left on device: '.*saved\.ckpt'"):
+        run.save_checkpoint(tmp_path / "saved.ckpt")
 
 
 def test_a_failed_write_leaves_the_old_file(

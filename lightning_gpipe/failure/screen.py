@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from traceback import TracebackException, walk_tb
 from types import TracebackType
@@ -84,11 +84,24 @@ class LastWord:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """See ``sys.excepthook``."""
-        if vars(error).get(_FAILURE) is not self._failure:
+        if not self._is_of(error):
             self._before(kind, error, trace)
-            return
-        if self._failure.rank == self._rank:
+            if not any(map(self._is_of, _contexts(error))):  # else it arose in the teardown
+                return
+        elif self._failure.rank == self._rank:
             say(f"[rank {self._rank}] {traceback_of(error)}")
         if self._rank == 0:
             self._wait()
             say(f"\n{self._failure}")
+
+    def _is_of(self, error: BaseException) -> bool:
+        return vars(error).get(_FAILURE) is self._failure
+
+
+def _contexts(error: BaseException) -> Iterator[BaseException]:
+    """What was handled when an exception was raised, and what was when that one was."""
+    seen = {id(error)}
+    while error.__context__ is not None and id(error.__context__) not in seen:
+        error = error.__context__
+        seen.add(id(error))
+        yield error

@@ -218,7 +218,14 @@ class Loop:
         """
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if leaf is self.promise), None)
-        if index != len(self.calls) or place is None or not isinstance(self.hidden, Tensor):
+        if index != len(self.calls):
+            raise RuntimeError(
+                f"The step calls layer {index} of the backbone by itself, or out of order, where"
+                f" layer {len(self.calls)} would be next: they stand on several stages, so call"
+                " them all, in order. What else a step needs of a layer, let the layer return"
+                f" beside its output, or make it a module outside the backbone. {CONDITION}"
+            )
+        if place is None or not isinstance(self.hidden, Tensor):
             raise RuntimeError(
                 f"Block {index} was not called with what the one before it returned. {CONDITION}"
             )

@@ -381,3 +381,18 @@ def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:
                     " Lightning, or build it with **trainer.distributed_sampler_kwargs."
                 )
             return
+
+
+def of_none(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+    """Let a training step refuse to return None, by which Lightning would skip the batch."""
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if (result := step(*args, **kwargs)) is None:
+            raise RuntimeError(
+                "training_step returned None: is `return loss` missing? With several processes it"
+                " can't skip a batch: return loss * 0 for one that shall not count."
+            )
+        return result
+
+    is_one = strategy.world_size == 1 or strategy._settings.step == "micro-batch"
+    return step if is_one or not strategy.lightning_module.automatic_optimization else refusing

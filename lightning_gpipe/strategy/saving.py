@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -92,6 +94,17 @@ def refuse_without_optimizers(checkpoint: Mapping[str, Any], path: Any, start_me
             f' Save the weights with trainer.save_checkpoint("{path}", weights_only=True), or all'
             " within the run, with ModelCheckpoint in Trainer(callbacks=...)."
         )
+
+
+@contextmanager
+def named(path: Any) -> Generator[None, None, None]:
+    """Name the file where writing it fails without a name, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def warn_of_loss(path: Any) -> None:

@@ -82,7 +82,8 @@ class SavingStrategy(ProcessesStrategy):
         if self._settings.save_distributed_checkpoint:
             self._save_parts(checkpoint, filepath, storage_options)
         else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with saving.named(filepath):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_parts(self, checkpoint: Any, filepath: Any, storage_options: Any) -> None:
         """Write this rank's part, where all write; else the first rank writes all it has."""
