@@ -135,8 +135,16 @@ SUMS: dict[str, Any] = {
     ),
     "by the mini-batch's elements": lambda _, x, y: x.square().sum() / (SAMPLES * CLASSES),
     "in a dict": lambda _, x, y: {"loss": x.square().sum((0, 1))},
+    "in a loop": lambda _, x, y: sum(F.cross_entropy(x[i], y[i]) for i in range(len(x))),
+    "of a stack": lambda _, x, y: torch.stack([*map(F.cross_entropy, x, y)]).sum(),
+    "of rows": lambda _, x, y: torch.stack([row.square().mean() for row in x.unbind()]).sum(),
 }
 MEANS: dict[str, Any] = {
+    "in a loop": lambda _, x, y: sum(map(F.cross_entropy, x, y)) / len(x),
+    "of shares in a loop": lambda _, x, y: sum(c / len(x) for c in map(F.cross_entropy, x, y)),
+    "in a loop, by a factor": lambda _, x, y: sum(map(F.cross_entropy, x, y)) * (1 / len(x)),
+    "of rows": lambda _, x, y: torch.stack([row.square().mean() for row in x.unbind()]).mean(),
+    "of a feature each": lambda _, x, y: sum(x[:, i].mean() for i in range(SAMPLES // 4)),
     "by default": lambda _, x, y: F.cross_entropy(x, y),
     "behind a batch norm": normed,
     "of sums": lambda _, x, y: x.square().sum(1).mean(),

@@ -95,6 +95,8 @@ class Reductions:
         for node, sums in _reductions(loss.grad_fn, samples, seen, late):
             if sums and node in of_samples:
                 self._has_sum = True
+        if _adds_each_sample(loss.grad_fn, samples, of_samples, late):
+            self._has_sum = True
         if samples > 1 and not self._curve:
             self._curve = _curved(loss.grad_fn, samples, of_samples, late)
 
@@ -272,6 +274,30 @@ def _reductions(
                     seen.add(following)
                     left.append(following)
     return found
+
+
+def _adds_each_sample(
+    node: Any, samples: int, of_samples: Collection[Any], late: Collection[Any]
+) -> bool:
+    """Whether a loss adds up a scalar of each sample, as in a loop over them.
+
+    Args:
+        node: The loss's.
+        samples: How many there are.
+        of_samples: The nodes that compute with samples.
+        late: Those that compute with scalars alone.
+    """
+    added = ("Add", "Cat", "Neg", "Select", "Squeeze", "Stack", "Sum", "Unbind", "Unsqueeze")
+    alone, left, seen = 0, [node], {node}
+    while left:
+        node = left.pop()
+        if node in late and node.name().startswith(added):
+            behind = [n for n in next_of(node) if n in of_samples and n not in seen]
+            left += behind
+            seen.update(behind)
+        elif node not in late:
+            alone += is_of_one_sample(node, of_samples)
+    return alone == samples > 1
 
 
 def _divided(node: Any, samples: int) -> set[float]:
