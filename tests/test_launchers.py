@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,19 @@ def test_nobody_takes_the_port_while_processes_start(monkeypatch: pytest.MonkeyP
         dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
     error = rendezvous.explain_connections(taken.value, environment, nodes=1)
     assert f"has taken port {store.port}" in str(error)
+
+
+def test_who_is_waited_for_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
+    environment = LightningEnvironment()
+    for nodes, waits_s in (1, 0.2), (2, 0.0), (2, 1.0):
+        with rendezvous.telling_who_waits(environment, nodes, timedelta(minutes=30)):
+            time.sleep(waits_s)
+        screen = capfd.readouterr().err
+        told = "gives up after 0:30:00: the Trainer has num_nodes=2. Start the script on each"
+        assert (told in screen) == (nodes > 1 and waits_s > 0), screen
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked for in /proc")

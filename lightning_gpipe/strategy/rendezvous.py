@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lightning_gpipe.failure.screen import say
 from lightning_gpipe.strategy import _lightning
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LEAVE_S = 3.0
+_SOON_S = 30.0  # until it is told that other nodes are waited for
 #: Where the processes met before an error.
 _met: list[Any] = []
 
@@ -70,6 +73,34 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
         timeout=timeout,
         device_id=device if device.type != "cpu" and backend != "gloo" else None,
         **again,
+    )
+
+
+@contextmanager
+def telling_who_waits(environment: Any, nodes: int, timeout: timedelta) -> Iterator[None]:
+    """Meet inside; what is waited for is told where that takes long, once a node.
+
+    Args:
+        environment: Lightning's cluster environment.
+        nodes: The number of nodes.
+        timeout: How long a process waits for another.
+    """
+    timer = threading.Timer(_SOON_S, say, [_waiting_text(environment, nodes, timeout)])
+    timer.daemon = True
+    if nodes > 1 and environment.local_rank() == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _waiting_text(environment: Any, nodes: int, timeout: timedelta) -> str:
+    return (
+        f"[rank {environment.global_rank()}] Waits for the processes of the other nodes, at"
+        f" {environment.main_address}:{environment.main_port}, and gives up after {timeout}: the"
+        f" Trainer has num_nodes={nodes}. Start the script on each of them with the same"
+        " MASTER_ADDR and MASTER_PORT, and its own NODE_RANK."
     )
 
 

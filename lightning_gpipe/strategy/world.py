@@ -31,7 +31,12 @@ from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.strategy import _lightning, collectives
 from lightning_gpipe.strategy.children import expecting_all, wait_for_children
-from lightning_gpipe.strategy.rendezvous import explain_connections, join_world, leave_world
+from lightning_gpipe.strategy.rendezvous import (
+    explain_connections,
+    join_world,
+    leave_world,
+    telling_who_waits,
+)
 from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue, SaveOnInterrupt
 
 
@@ -130,7 +135,10 @@ class Connection:
     def expected(self) -> Iterator[None]:
         """Wait for all processes inside, and say why if they don't come."""
         first = self.environment.node_rank() * self.processes
-        with expecting_all(first, self.deadlines.grace_s):
+        with (
+            expecting_all(first, self.deadlines.grace_s),
+            telling_who_waits(self.environment, self.nodes, self.timeout),
+        ):
             try:
                 yield
             except RuntimeError as error:
