@@ -301,6 +301,8 @@ COUPLED: dict[str, Any] = {
     "a baseline of rewards": lambda _, x, y: (
         -(((y > 3).float() - (y > 3).float().mean()) * x.log_softmax(1)[:, 0]).mean()
     ),
+    "half of them": lambda _, x, y: F.cross_entropy(x[: len(x) // 2], y[: len(x) // 2]),
+    "the last one": lambda _, x, y: F.cross_entropy(x, y) + x[-1].square().mean(),
     "with weights": lambda _, x, y: {
         "loss": (x - x[torch.randperm(len(x))]).square().mean(),
         "weight": len(x),

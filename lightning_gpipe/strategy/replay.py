@@ -18,6 +18,7 @@ from lightning_gpipe.model.step_trace import BACKBONE, StepTrace, may_draw
 from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.halves import (
     AB,
+    BA,
     A,
     B,
     are_reordered,
@@ -126,6 +127,7 @@ class Replay:
         self._known: dict[int, _Four] = {}  # by id
         self._has_moved = False  # whether samples may have come into another order
         self._is_low = False  # whether half precision rounds them otherwise
+        self._has_places = False  # whether numbers may belong to places instead of samples
         # what the backbone has given, if it can have gradients, and to which half rows belong
         self._outputs: list[tuple[Sequence[Tensor], Tensor]] = []
         #: The function that computes samples together before the backbone, or nothing where its
@@ -139,6 +141,7 @@ class Replay:
             CannotReplay: If some can't be run; what comes of those before is known.
         """
         self._is_low = any(e.is_here and e.rounds_to_half(self._samples) for e in noted)
+        self._has_places = any(may_draw(each.ran.name) for each in noted)
         for each in noted:
             if each.ran.name == BACKBONE:
                 self._pass_backbone(each)
@@ -163,9 +166,9 @@ class Replay:
         if found is None:
             return None
         weights = self._numbers(weight)
-        if self._is_separable(found, weights) and not self._has_mixed_gradient(found, weights):
-            return None
-        return found.mixer
+        is_mixed = not self._is_separable(found, weights)
+        is_mixed = is_mixed or self._takes_some(found, weights)
+        return found.mixer if is_mixed or self._has_mixed_gradient(found, weights) else None
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
         """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
@@ -188,6 +191,13 @@ class Replay:
         numbers = [float(value.detach()) * weight for value, weight in pairs]
         size = 0.0 if found.size is None else abs(float(found.size) * weights[0])
         return is_separable(numbers, self._rounding(found.values[0].dtype), size)
+
+    def _takes_some(self, found: _Four, weights: Sequence[float]) -> bool:
+        """Whether a scalar changes when samples change places: it is one of some of them."""
+        first, second = (float(found.values[k].detach()) * weights[k] for k in (AB, BA))
+        size = max(abs(first), abs(second), abs(float(found.size or 0.0) * weights[0]))
+        rounding = max(1e-4, 16 * self._rounding(found.values[0].dtype))
+        return not self._has_places and abs(first - second) > rounding * size
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """What may be due to rounding, as a share of what differs."""
@@ -250,6 +260,9 @@ class Replay:
         if may_draw(ran.name) and not draw_the_same(runs):
             raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
+        unknown = [t for t, four in zip(ran.given, given, strict=True) if four is None]
+        numbers = [t for t in (*unknown, *(() if ran.given else ran.made)) if not t.requires_grad]
+        self._has_places |= any(t.ndim > 0 and not len(t) % self._samples for t in numbers)
         counts, size = _counts_of(self._trace, runs, given), self._size(ran)
         changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
         for four in changed:
