@@ -275,6 +275,13 @@ class Skipped(Encoder):
         return hidden if i == 2 else super().call(i, block, hidden, mask, shared)
 
 
+class Bundled(Encoder):
+    """Hands tuples on."""
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return block((hidden,), scale=i / 2)
+
+
 class Early(Encoder):
     """Takes the output of a block that isn't the last."""
 
@@ -433,6 +440,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
     ("kind", "message"),
     [
         ("Skipped", "The step calls layer 3 of the backbone by itself, or out of order"),
+        ("Bundled", "The first block was called without a tensor as an argument by itself"),
         ("Early", "The hidden state between two blocks was used"),
         ("Between", "The hidden state between two blocks was used"),
         ("Jumps", "Block 3 was given the output of another block"),

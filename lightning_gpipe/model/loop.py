@@ -225,7 +225,12 @@ class Loop:
                 " them all, in order. What else a step needs of a layer, let the layer return"
                 f" beside its output, or make it a module outside the backbone. {CONDITION}"
             )
-        if place is None or not isinstance(self.hidden, Tensor):
+        if not isinstance(self.hidden, Tensor):
+            raise RuntimeError(
+                "The first block was called without a tensor as an argument by itself, which a loop"
+                f" hands on: a tuple goes through an nn.Sequential alone. {CONDITION}"
+            )
+        if place is None:
             raise RuntimeError(
                 f"Block {index} was not called with what the one before it returned. {CONDITION}"
             )

@@ -162,7 +162,8 @@ class Promise(Tensor):
             raise RuntimeError(
                 "The hidden state between two blocks was used, which isn't known before the last"
                 " one is called. Write what is done with it into a block, such as h + block(h), or"
-                " let what jumps over blocks go through them beside it, in a tuple."
+                " build the blocks as an nn.Sequential, through which a tuple can take what jumps"
+                " over some."
                 f" {CONDITION}"
             )
         args[0].__dict__["_reads"].add(_KNOWN[func])
