@@ -69,7 +69,8 @@ def partition_table(
             f" on {stages} stage{'s' * (stages > 1)}"
             f"{f' x {virtual} virtual stages' * (virtual > 1)}"
             f"{f' x {replicas} replicas' * (replicas > 1)},"
-            f" {'up to ' * at_most}{chunks} micro-batches, checkpoint={settings.checkpoint}"
+            f" {'up to ' * at_most}{chunks} micro-batch{'es' * (chunks > 1)},"
+            f" checkpoint={settings.checkpoint}"
             f"{', step=micro-batch' * (settings.step == 'micro-batch')}",
             *table_lines(header, rows),
             f"Expected bubble {expected_bubble(partition, chunks, settings):.1%} of the time;"

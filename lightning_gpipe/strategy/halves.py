@@ -3,7 +3,8 @@
 Samples are put into two halves, A and B, and a step runs four times: as it did, with the halves
 exchanged, with A in the place of B, too, and with B in the place of A. What is a sum, or a mean, of
 something of each sample is *separable*: f(A, B) + f(B, A) = f(A, A) + f(B, B), and the derivative
-in a sample depends on its own half alone, whatever functions it is made of.
+in a sample depends on its own half alone, whatever functions it is made of. What is one of all
+samples is the same when they change places: f(A, B) = f(B, A).
 """
 
 from __future__ import annotations
