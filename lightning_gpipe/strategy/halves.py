@@ -148,3 +148,15 @@ def is_separable(four: Sequence[float], share: float, summands: float = 0.0) -> 
     rest = float((numbers[AB] + numbers[BA] - numbers[AA] - numbers[BB]).abs())
     size, spread = max(float(numbers.abs().max()), summands), float(numbers.max() - numbers.min())
     return rest <= share * size + 1e-3 * spread
+
+
+def is_of_all(four: Sequence[float], share: float, summands: float = 0.0) -> bool:
+    """Whether a number is the same when samples change places, so that it isn't one of some alone.
+
+    Args:
+        four: What it is in the four runs.
+        share: What may be due to rounding.
+        summands: How large its summands are, where they may cancel each other.
+    """
+    size = max(abs(four[AB]), abs(four[BA]), summands)
+    return not abs(four[AB] - four[BA]) > max(1e-4, 16 * share) * size

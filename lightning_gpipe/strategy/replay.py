@@ -18,12 +18,12 @@ from lightning_gpipe.model.step_trace import BACKBONE, StepTrace, may_draw
 from lightning_gpipe.strategy.counting import count_of
 from lightning_gpipe.strategy.halves import (
     AB,
-    BA,
     A,
     B,
     are_reordered,
     depends,
     exchanged,
+    is_of_all,
     is_separable,
     mixes,
     of_given,
@@ -166,9 +166,8 @@ class Replay:
         if found is None:
             return None
         weights = self._numbers(weight)
-        is_mixed = not self._is_separable(found, weights)
-        is_mixed = is_mixed or self._takes_some(found, weights)
-        return found.mixer if is_mixed or self._has_mixed_gradient(found, weights) else None
+        is_mean = self._is_separable(found, weights, of_all=not self._has_places)
+        return None if is_mean and not self._has_mixed_gradient(found, weights) else found.mixer
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
         """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
@@ -185,19 +184,14 @@ class Replay:
             return [float(each.detach()) for each in found.values]
         return [float(value) if value is not None else 1.0] * 4
 
-    def _is_separable(self, found: _Four, weights: Sequence[float]) -> bool:
-        """Whether scalars, times weights, are those of a mean over samples."""
+    def _is_separable(self, found: _Four, weights: Sequence[float], of_all: bool = False) -> bool:
+        """Whether scalars, times weights, are those of a mean over samples, and of all of these."""
         pairs = zip(found.values, weights, strict=True)
         numbers = [float(value.detach()) * weight for value, weight in pairs]
         size = 0.0 if found.size is None else abs(float(found.size) * weights[0])
-        return is_separable(numbers, self._rounding(found.values[0].dtype), size)
-
-    def _takes_some(self, found: _Four, weights: Sequence[float]) -> bool:
-        """Whether a scalar changes when samples change places: it is one of some of them."""
-        first, second = (float(found.values[k].detach()) * weights[k] for k in (AB, BA))
-        size = max(abs(first), abs(second), abs(float(found.size or 0.0) * weights[0]))
-        rounding = max(1e-4, 16 * self._rounding(found.values[0].dtype))
-        return not self._has_places and abs(first - second) > rounding * size
+        rounding = self._rounding(found.values[0].dtype)
+        is_whole = not of_all or is_of_all(numbers, rounding, size)
+        return is_whole and is_separable(numbers, rounding, size)
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """What may be due to rounding, as a share of what differs."""
@@ -238,8 +232,7 @@ class Replay:
         return value
 
     def _seed_of_call(self) -> int:
-        """What random numbers a function draws, the same in all runs."""
-        return hash((self._seed, len(self._known)))
+        return hash((self._seed, len(self._known)))  # the same in all runs
 
     def _find(self, tensor: Tensor) -> _Four | None:
         found = self._known.get(id(tensor))
@@ -260,9 +253,7 @@ class Replay:
         if may_draw(ran.name) and not draw_the_same(runs):
             raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
-        unknown = [t for t, four in zip(ran.given, given, strict=True) if four is None]
-        numbers = [t for t in (*unknown, *(() if ran.given else ran.made)) if not t.requires_grad]
-        self._has_places |= any(t.ndim > 0 and not len(t) % self._samples for t in numbers)
+        self._has_places |= _has_places(ran, given, self._samples)
         counts, size = _counts_of(self._trace, runs, given), self._size(ran)
         changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
         for four in changed:
@@ -365,6 +356,13 @@ class Replay:
         if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
             raise CannotReplay(_ORDER)
         return self._halves
+
+
+def _has_places(ran: Ran, given: Sequence[_Four | None], samples: int) -> bool:
+    """Whether a function is given, or makes, numbers of the step's own that rows may each have."""
+    unknown = [t for t, four in zip(ran.given, given, strict=True) if four is None]
+    numbers = [t for t in (*unknown, *(() if ran.given else ran.made)) if not t.requires_grad]
+    return any(t.ndim > 0 and not len(t) % samples for t in numbers)
 
 
 def _counts_of(
