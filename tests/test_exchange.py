@@ -345,6 +345,12 @@ def test_a_step_that_fails_is_not_held(monkeypatch: Any) -> None:
     assert [ref() for ref in made] == [None]
 
 
+@pytest.mark.parametrize(("limit", "at_most"), [("_ELEMENTS", 100), ("_FUNCTIONS", 3)])
+def test_large_steps_are_not_looked_at(limit: str, at_most: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(f"lightning_gpipe.strategy.exchange.{limit}", at_most)
+    assert texts_of("a covariance that is logged") == []
+
+
 def test_a_function_without_a_name_is_told_of(monkeypatch: Any) -> None:
     from lightning_gpipe.strategy.replay import Replay
 

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.strategy import advice, rendezvous
+from lightning_gpipe.strategy.world import Connection
 from tests import scripts
 from tests.models import Around
 from tests.ranks import free_port
@@ -250,9 +252,12 @@ def test_who_is_waited_for_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
-    environment = LightningEnvironment()
+    environment, device = LightningEnvironment(), torch.device("cpu")
     for nodes, waits_s in (1, 0.2), (2, 0.0), (2, 1.0):
-        with rendezvous.telling_who_waits(environment, nodes, timedelta(minutes=30)):
+        meeting = Connection(
+            environment, device, None, timedelta(minutes=30), Deadlines(), 1, nodes
+        )
+        with meeting.expected():
             time.sleep(waits_s)
         screen = capfd.readouterr().err
         told = "gives up after 0:30:00: the Trainer has num_nodes=2. Start the script on each"

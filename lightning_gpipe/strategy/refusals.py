@@ -383,7 +383,7 @@ def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:
             return
 
 
-def of_none(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+def with_loss(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
     """Let a training step refuse to return None, by which Lightning would skip the batch."""
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
