@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm import packing
-from lightning_gpipe.strategy.batches import merge, split_batch
+from lightning_gpipe.strategy.batches import split_batch
+from lightning_gpipe.strategy.merging import merge
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import run_ranks

@@ -461,8 +461,10 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
     ],
 )
 def test_what_cannot_work_is_refused(kind: str, message: str) -> None:
-    with pytest.raises(RankError, match=message):
+    with pytest.raises(RankError, match=message) as found:
         run_ranks(pipelined, 2, kind, 2, "params")
+    if "name another" in str(found.value):
+        assert "The blocks are those of 'blocks' (" in str(found.value)
 
 
 @pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])

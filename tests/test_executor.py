@@ -23,7 +23,7 @@ from lightning_gpipe.schedule.actions import Action, Program, Schedule
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
-from lightning_gpipe.schedule.measured import durations
+from lightning_gpipe.schedule.measured import Measured, durations
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.search import search
 from lightning_gpipe.schedule.simulate import simulate
@@ -194,6 +194,17 @@ def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None
     assert [one.action.micro_batch for one in measured] == [0, 1, 2]
     assert 0.03 <= durations(measured)[0, "F"] < 0.2
     assert all(one.wait_s >= 0.19 for one in measured)
+
+
+def test_code_that_runs_once_more_now_and_then_is_no_part_of_an_action() -> None:
+    measured = []
+    for m in range(4):
+        action, outside_s = Action(0, "F", m), 5.0 if m == 0 else 0.3
+        measured.append(Measured(action, 1, 0.0, 0.0, 0.1, 0.1, beside_s=0.02))
+        for _ in range(2):
+            end = outside_s / 2
+            measured.append(Measured(action, 1, 0.0, 0.0, end, end, is_outside=True))
+    assert durations(measured) == {(0, "F"): pytest.approx(0.42)}
 
 
 @pytest.mark.parametrize(

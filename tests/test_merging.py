@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_gpipe.strategy.batches import merge
 from lightning_gpipe.strategy.loggers import LoggedSettings
+from lightning_gpipe.strategy.merging import merge
 
 SIZES, WEIGHTS = [2, 2], [2.0, 2.0]
 

@@ -136,6 +136,7 @@ SUMS: dict[str, Any] = {
     "by the mini-batch's elements": lambda _, x, y: x.square().sum() / (SAMPLES * CLASSES),
     "in a dict": lambda _, x, y: {"loss": x.square().sum((0, 1))},
     "in a loop": lambda _, x, y: sum(F.cross_entropy(x[i], y[i]) for i in range(len(x))),
+    "with a factor": lambda _, x, y: sum(2 * F.cross_entropy(x[i], y[i]) for i in range(len(x))),
     "of a stack": lambda _, x, y: torch.stack([*map(F.cross_entropy, x, y)]).sum(),
     "of rows": lambda _, x, y: torch.stack([row.square().mean() for row in x.unbind()]).sum(),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.strategy.refusals import refuse_optimizers
+from lightning_gpipe.strategy.optimizer_refusals import refuse_optimizers
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import train

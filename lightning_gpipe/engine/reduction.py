@@ -291,7 +291,9 @@ def _adds_each_sample(
     alone, left, seen = 0, [node], {node}
     while left:
         node = left.pop()
-        if node in late and node.name().startswith(added):
+        name = node.name()
+        is_factor = name.startswith("Mul") and _factor(node) >= 1  # less may be a share
+        if node in late and (is_factor or name.startswith(added)):
             behind = [n for n in next_of(node) if n in of_samples and n not in seen]
             left += behind
             seen.update(behind)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -33,6 +34,8 @@ _SLACK_RECOMPUTED, _SLACK_KEPT = 1.01, 1.005
 #: there are so many forwards that no more can be.
 _SPLITS = (math.inf, 0, 0), (1, 1, 0), (0, 0, 3), (0, 0, 2), (0, 1, 0), (0, 2, 0), (0, 0, 4)
 _TRIED, _FORWARDS = 2, 512
+#: Micro-batches for which a rank may have to leave room, so that others go on.
+_WAITING = 3
 
 
 @lru_cache(maxsize=8)  # a plan asks for the same more than once
@@ -76,8 +79,10 @@ def search(
     end = micro_batches - joins_last
     split = _splits(placement, end, whole)[: 1 if splits_all else None]
     none = tuple(end for _ in placement)
-    found: list[_Found] = []
+    found: dict[Schedule, _Found] = {}
     shared: dict[Action, Action] = {}
+    counts = [placement.count(rank) for rank in range(ranks)]
+    tried: set[tuple[object, ...]] = set()
     late = replace(costs, message=costs.message + _LATE * min(costs.forward))
     # with rounded times what comes almost together does so, and ranks keep in step; nor do they
     # begin something else in the little time that a message takes
@@ -90,24 +95,23 @@ def search(
     ):
         shares = _SHARES if limit < math.inf else (1.0,)
         for begin, factor, share in product(begins, factors, shares):
+            slots = _whole(share * limit, counts, micro_batches + _WAITING)
+            most = _whole(factor * ranks, counts, micro_batches)
+            if (key := (guess, begin, slots, most)) in tried:
+                continue
+            tried.add(key)
             lists = _Lists(placement, micro_batches, kept, guess, begin, end, shared)
-            made = lists.run(share * limit, factor * ranks)
-            if made is not None:
-                seen = lists if guess is costs else simulate(made, costs)
-                found.append(_Found(made, seen.length, seen.period, lists.held))
+            made = lists.run(slots, most)
+            if made is not None and made not in found:
+                found[made] = _Found.of(made, costs)
     others = [fill_drain(placement, micro_batches, checkpoint, ascending=True)]
     if placement == tuple(range(ranks)) * (len(placement) // ranks):
         others.append(one_f_one_b(placement, micro_batches, checkpoint))
-    known: list[_Found] = []
-    for other in others:
-        alone = simulate(other, costs)
-        known.append(_Found(other, alone.length, alone.period, held(other)))
-    if splits_all and found:
-        known = []
-    found += known
-    least = min(max(one.held, limit) for one in found)
+    known = [] if splits_all and found else [_Found.of(other, costs) for other in others]
+    candidates = [*found.values(), *known]
+    least = min(max(one.held, limit) for one in candidates)
     longest = min((one.length for one in known if one.held <= least), default=math.inf)
-    fit = [one for one in found if one.held <= least and one.length <= longest]
+    fit = [one for one in candidates if one.held <= least and one.length <= longest]
     slack = _SLACK_KEPT if kept == micro_batches else _SLACK_RECOMPUTED
     best = slack * min(map(_time, fit))
     short = [one for one in fit if _time(one) <= best]
@@ -116,6 +120,17 @@ def search(
     if kept == micro_batches:
         return min(short, key=lambda one: (one.actions, one.held, _time(one))).schedule
     return min(short, key=lambda one: (one.held, one.actions, _time(one))).schedule
+
+
+def _whole(limit: float, counts: Sequence[int], largest: int) -> tuple[int, ...]:
+    """A limit of micro-batches as one of each rank's parts of them.
+
+    Args:
+        limit: On every rank.
+        counts: For each rank its stages, each of which has such a part.
+        largest: From where a limit makes no difference.
+    """
+    return tuple(int(min(limit, largest) * count + 1e-9) for count in counts)
 
 
 def _splits(placement: tuple[int, ...], end: int, whole: frozenset[int]) -> list[tuple[int, ...]]:
@@ -140,6 +155,12 @@ class _Found:
     length: float
     period: float
     held: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs) -> _Found:
+        """What is known of a schedule."""
+        seen = simulate(schedule, costs)
+        return cls(schedule, seen.length, seen.period, held(schedule))
 
     @property
     def actions(self) -> int:
@@ -208,7 +229,6 @@ class _Lists:
         shared: dict[Action, Action],
     ) -> None:
         self._shared = shared
-        self.length = self.period = self.held = 0.0  # of what was found
         self._placement, self._count, self._costs = placement, micro_batches, costs
         self._last = len(placement) - 1
         never = [math.inf] * micro_batches
@@ -226,39 +246,33 @@ class _Lists:
             stage.recompute = stage.kept
         ranks = range(max(placement) + 1)
         self._of_rank = [[s for s, at in enumerate(placement) if at == rank] for rank in ranks]
-        self._slots = self._most_under_way = [math.inf for _ in ranks]
+        self._slots = self._most_under_way = tuple(0 for _ in ranks)
         self._graphs = [0 for _ in ranks]  # of all stages of a rank, and so the next
         self._under_way = [0 for _ in ranks]
 
-    def run(self, limit: float, under_way: float) -> Schedule | None:
+    def run(self, slots: tuple[int, ...], most_under_way: tuple[int, ...]) -> Schedule | None:
         """Make the programs; None if they don't come to an end within the limits.
 
         Args:
-            limit: The largest number of micro-batches whose activations a rank holds.
-            under_way: The largest number of micro-batches between forward and backward on a rank.
+            slots: For each rank how many activations of its stages it holds at most.
+            most_under_way: How many are between forward and backward at most.
         """
-        counts = [len(stages) for stages in self._of_rank]
-        self._slots = [limit * count + 1e-9 for count in counts]
-        self._most_under_way = [under_way * count + 1e-9 for count in counts]
+        self._slots, self._most_under_way = slots, most_under_way
         times = self._costs.times
         programs: list[list[Action]] = [[] for _ in self._of_rank]
-        free, begun = [0.0] * len(programs), [math.inf] * len(programs)
+        free = [0.0] * len(programs)
         events = [(0.0, rank) for rank in range(len(programs))]
         while events:
             now, rank = heapq.heappop(events)
             action = self._best(rank, now) if free[rank] <= now else None
             if action is None:
                 continue
-            begun[rank] = min(begun[rank], now)
             free[rank] = end = now + times[action.op][action.stage]
             programs[rank].append(self._shared.setdefault(action, action))
             heapq.heappush(events, (end, rank))
             heapq.heappush(events, self._do(action, rank, end))
-            self.held = max(self.held, self._graphs[rank] / counts[rank])
         if any(stage.weights < self._count for stage in self._stages):
             return None
-        self.length = max(free)
-        self.period = max(end - begin for begin, end in zip(begun, free, strict=True))
         return Schedule(tuple(map(tuple, programs)), self._placement)
 
     def _best(self, rank: int, now: float) -> Action | None:

@@ -17,7 +17,7 @@ from torchmetrics.aggregation import BaseAggregator
 from lightning_gpipe.model.means import is_known_mean
 from lightning_gpipe.model.remote import Where
 from lightning_gpipe.model.step_trace import StepTrace
-from lightning_gpipe.strategy.batches import merge
+from lightning_gpipe.strategy.merging import merge
 from lightning_gpipe.strategy.recipes import Recipe
 from lightning_gpipe.strategy.step_values import StepValues
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_gpipe.strategy.batches import weighted_mean
+from lightning_gpipe.strategy.merging import weighted_mean
 from lightning_gpipe.strategy.recipes import Recipe, may_be_mean
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype

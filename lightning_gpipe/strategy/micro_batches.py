@@ -23,14 +23,13 @@ from lightning_gpipe.strategy.batches import (
     columns_of,
     constant_tensor,
     head,
-    merge,
     rebuilt,
     split_batch,
     tensors_of,
-    weighted_mean,
 )
 from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.logged import StepLog
+from lightning_gpipe.strategy.merging import merge, weighted_mean
 from lightning_gpipe.strategy.recipes import may_be_mean
 from lightning_gpipe.strategy.step_buffers import StepBuffers
 from lightning_gpipe.strategy.step_metrics import StepMetrics

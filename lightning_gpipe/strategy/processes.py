@@ -21,7 +21,15 @@ from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
 from lightning_gpipe.plan.settings import Settings, check_choice
-from lightning_gpipe.strategy import _lightning, advice, building, callbacks, collectives, refusals
+from lightning_gpipe.strategy import (
+    _lightning,
+    advice,
+    building,
+    callbacks,
+    collectives,
+    optimizer_refusals,
+    refusals,
+)
 from lightning_gpipe.strategy.checkpoint_io import refuse_for_parts, with_whole_files
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
@@ -216,7 +224,7 @@ class ProcessesStrategy(PlacedStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         if self._connected.is_spread:
-            closure = refusals.called_once(closure, optimizer)
+            closure = optimizer_refusals.called_once(closure, optimizer)
         with self._connected.trial.shared():  # an optimizer's first step takes memory, too
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         return result

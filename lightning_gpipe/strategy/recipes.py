@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.model.remote import told
-from lightning_gpipe.strategy.batches import weighted_mean
+from lightning_gpipe.strategy.merging import weighted_mean
 
 #: A metric, by id, and its how manieth call in a step it is.
 Call: TypeAlias = tuple[int, int]

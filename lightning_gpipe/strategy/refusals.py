@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Container, Iterable
 from numbers import Real
 from typing import Any
@@ -22,11 +21,9 @@ from lightning.pytorch.plugins import (
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.plan.fitting import usable_memory
-from lightning_gpipe.plan.optimizer_state import couples_parameters
 from lightning_gpipe.plan.settings import Settings, check_flag
 from lightning_gpipe.strategy.world import Layout
 
@@ -40,19 +37,6 @@ _OTHER_PRECISIONS = (
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MOST_MIB = 2**43  # PyTorch counts bytes in 64 bits
 _READS_ITSELF = "dataloader_iter"  # what Lightning knows a step by that does
-#: Optimizers whose step depends on all parameters at once, by the names of their classes.
-_WHOLE_MODEL_OPTIMIZERS = {
-    "LBFGS",
-    "SAM",
-    "GSAM",
-    "Prodigy",
-    "DAdaptAdaGrad",
-    "DAdaptAdam",
-    "DAdaptAdan",
-    "DAdaptLion",
-    "DAdaptSGD",
-    "ZeroRedundancyOptimizer",
-}
 
 
 def refuse(
@@ -270,91 +254,6 @@ def refuse_copies_of_nothing(module: nn.Module) -> None:
             "A callback that averages weights copies the module before the run, when its layers"
             " stand on the meta device, without values: build them in the constructor, on the host."
         )
-
-
-def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that need the whole model.
-
-    Raises:
-        ValueError: With what to do instead.
-    """
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if _needs_whole_model(optimizer):
-            raise ValueError(_whole_model(name))
-        if any(group.get("max_grad_norm") for group in optimizer.param_groups):
-            raise ValueError(
-                f"{name}(max_grad_norm=...) clips by the norm of the gradients that it sees, which"
-                " are those of one process: give it max_grad_norm=None, and the Trainer"
-                " gradient_clip_val=..., which is right over all stages."
-            )
-        if couples_parameters(optimizer):
-            raise ValueError(
-                f"In a step of {name} where a parameter goes depends on the gradients of others,"
-                " such as by their norm, and a process has those of its stage."
-                f" {_whole_model(name)} For a norm use the Trainer's gradient_clip_val, or"
-                " trainer.strategy.grad_norm(parameters) before the step."
-            )
-
-
-def refuse_to_shard(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers whose state replicas can't share out.
-
-    Raises:
-        ValueError: With what to do instead.
-    """
-    for optimizer in optimizers:
-        name, remedy = type(optimizer).__name__, "use GPipeStrategy(shard_optimizer_state=False)."
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise ValueError(
-                f"{name} doesn't call the constructor of torch.optim.Optimizer, so its steps can't"
-                f" be followed by sending the new values: call super().__init__, or {remedy}"
-            )
-        if callable(getattr(optimizer, "eval", None)):
-            raise ValueError(
-                f"{name}.eval() changes the weights by state that other replicas keep: {remedy}"
-            )
-
-
-def _needs_whole_model(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is of a known kind, by any class that it inherits, or steps as they do.
-
-    LBFGS and its like can't do without a closure; implementations of SAM step in two parts.
-    """
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if kinds & _WHOLE_MODEL_OPTIMIZERS or hasattr(optimizer, "second_step"):
-        return True
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _whole_model(name: str) -> str:
-    return (
-        f"{name} needs all parameters of the model in one process, and GPipeStrategy spreads them"
-        " over several: use an optimizer that works parameter by parameter, such as SGD or AdamW."
-    )
-
-
-def called_once(closure: Callable[[], Any], optimizer: object) -> Callable[[], Any]:
-    """A closure that may be called once in a step of an optimizer.
-
-    What calls it again has moved the weights by a norm or a search over all of them, of which a
-    stage has a part: SAM under any name.
-
-    Raises:
-        RuntimeError: At the second call, with what to do instead.
-    """
-    calls = 0
-
-    def once() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            name = type(getattr(optimizer, "optimizer", optimizer)).__name__
-            raise RuntimeError(f"A step of {name} computes gradients twice. {_whole_model(name)}")
-        return closure()
-
-    return once
 
 
 def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:

@@ -21,8 +21,8 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
-from lightning_gpipe.model.kept_elsewhere import explained
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.step_errors import explained
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.pipeline.pipeline import Parts, Surroundings
 from lightning_gpipe.plan.settings import Settings
@@ -34,10 +34,10 @@ from lightning_gpipe.strategy import (
     functional_calls,
     metrics,
     monitor,
+    optimizer_refusals,
     outside_gradients,
     patches,
     precision,
-    refusals,
     saving,
     step_draws,
 )
@@ -155,9 +155,9 @@ class Run:
             ValueError: If one needs the whole model, with what to do instead.
         """
         if self._world.is_spread:
-            refusals.refuse_optimizers(optimizers)
+            optimizer_refusals.refuse_optimizers(optimizers)
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
-            refusals.refuse_to_shard(optimizers)
+            optimizer_refusals.refuse_to_shard(optimizers)
         _complete(optimizers)
         self._undo.enter_context(step_draws.refused(optimizers, self._world.groups))
         self.optimizer_states.adopt(optimizers)

@@ -64,6 +64,12 @@ def contestants(workload: Workload, stages: int, chunks: int, checkpoint: str) -
         gpipe(workload, stages, chunks, checkpoint),
         gpipe(workload, stages, chunks, checkpoint, step="micro-batch"),
     ]
+    if len(workload.layers()) >= 2 * stages:
+        for step in ("mini-batch", "micro-batch"):
+            name = f"lightning-gpipe, {step} step, V=2"
+            found.append(
+                gpipe(workload, stages, chunks, checkpoint, name, step=step, virtual_stages=2)
+            )
     if checkpoint == "always":
         name = "lightning-gpipe, except_last"
         found.append(gpipe(workload, stages, chunks, "except_last", name))

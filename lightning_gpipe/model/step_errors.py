@@ -1,4 +1,4 @@
-"""Explains errors of a step that looks for what layers of other stages keep of their forwards."""
+"""Explains errors of a step: what layers of other stages keep, which blocks are the backbone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lightning_gpipe.model.blocks import Listening
 from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.model.notes import add_note
+from lightning_gpipe.model.parameters import layers_of
+from lightning_gpipe.model.promise import CONDITION
 
 
 @contextmanager
 def explained(module: nn.Module) -> Iterator[None]:
-    """Add to an error inside this context what the step may have looked for in vain.
+    """Add to an error inside this context what a user can't see in it.
 
     Args:
         module: The user's, of which other stages hold layers.
@@ -38,6 +41,13 @@ def explained(module: nn.Module) -> Iterator[None]:
                 " on others. Return it with the backbone's output, shape [batch, ...], and let the"
                 " step use that.",
             )
+        raise
+    except RuntimeError as error:
+        if CONDITION in str(error):
+            for name, part in module.named_modules():
+                if isinstance(part, Listening) and part.is_attached:
+                    kinds = dict.fromkeys(type(layer).__name__ for layer in layers_of(part))
+                    add_note(error, f"The blocks are those of '{name}' ({', '.join(kinds)}).")
         raise
 
 
