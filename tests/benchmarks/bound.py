@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.placement import rounds as in_rounds
@@ -27,8 +29,7 @@ def bound_s(ideal: Result, stages: int, chunks: int, checkpoint: str) -> float:
 
 
 def _means(ideal: Result, stages: int, kind: str) -> list[float]:
-    """Of every stage the mean time of a kind of action, over rounds."""
+    """Of every stage the mean time of a kind of action in a round, the median of all rounds."""
     return [
-        sum(notes[rank][kind][0] for notes in ideal.notes) / len(ideal.notes)
-        for rank in range(stages)
+        statistics.median(notes[rank][kind][0] for notes in ideal.notes) for rank in range(stages)
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 from tests.benchmarks.bound import bound_s
 from tests.benchmarks.contestants.deepspeed import deepspeed
@@ -116,9 +117,14 @@ def _compare(
     one = results[ONE].median_s
     table = Table(
         f"{workload.name}, K={stages}, M={chunks}, {checkpoint}",
-        ["step, ms", "speed-up", "of the bound"],
+        ["step, ms", "speed-up", "of the bound", "spread"],
         [("bound of fill-drain", [1e3 * bound, one / bound, 1.0])],
     )
     for name, result in results.items():
-        row_of(table, name, result, lambda s: [1e3 * s, one / s, bound / s])
+        row_of(table, name, result, partial(_figures, one, bound, result.spread))
     return table
+
+
+def _figures(one_s: float, least_s: float, spread: float, step_s: float) -> list[float]:
+    """What a row tells of a contestant's step."""
+    return [1e3 * step_s, one_s / step_s, least_s / step_s, spread]
