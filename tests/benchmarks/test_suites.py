@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import isnan
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from tests.benchmarks.compute import contestants
 from tests.benchmarks.report import Table
-from tests.benchmarks.turns import Contestant, Turn, take_turns
+from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
+from tests.benchmarks.workloads import transformer
 
 FEW = ("--rounds", "1", "--steps", "1")
 
@@ -119,3 +122,17 @@ def test_a_contestant_that_fails_has_a_word_in_the_table() -> None:
     assert failed == "ValueError: no such thing"
     assert died
     assert (error, rounds) == (None, 2)
+
+
+def test_a_figures_spread_is_half_of_what_lies_between_the_quartiles() -> None:
+    result = Result(step_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    assert result.spread == (6 - 2) / 2 / 4
+    assert isnan(Result(step_s=[1.0]).spread)
+
+
+def test_two_virtual_stages_take_part_where_there_are_layers_for_them() -> None:
+    names = [each.name for each in contestants(transformer(blocks=4), 2, 8, "never")]
+    assert [name for name in names if name.endswith("V=2")] == [
+        "lightning-gpipe, mini-batch step, V=2", "lightning-gpipe, micro-batch step, V=2",
+    ]  # fmt: skip
+    assert not any("V=2" in each.name for each in contestants(transformer(3), 2, 8, "never"))
