@@ -95,8 +95,8 @@ def search(
     ):
         shares = _SHARES if limit < math.inf else (1.0,)
         for begin, factor, share in product(begins, factors, shares):
-            slots = _whole(share * limit, counts, micro_batches + _WAITING)
-            most = _whole(factor * ranks, counts, micro_batches)
+            slots = _in_parts(share * limit, counts, micro_batches + _WAITING)
+            most = _in_parts(factor * ranks, counts, micro_batches)
             if (key := (guess, begin, slots, most)) in tried:
                 continue
             tried.add(key)
@@ -122,7 +122,7 @@ def search(
     return min(short, key=lambda one: (one.held, one.actions, _time(one))).schedule
 
 
-def _whole(limit: float, counts: Sequence[int], largest: int) -> tuple[int, ...]:
+def _in_parts(limit: float, counts: Sequence[int], largest: int) -> tuple[int, ...]:
     """A limit of micro-batches as one of each rank's parts of them.
 
     Args:
@@ -246,7 +246,8 @@ class _Lists:
             stage.recompute = stage.kept
         ranks = range(max(placement) + 1)
         self._of_rank = [[s for s, at in enumerate(placement) if at == rank] for rank in ranks]
-        self._slots = self._most_under_way = tuple(0 for _ in ranks)
+        self._slots: tuple[int, ...] = ()
+        self._most_under_way: tuple[int, ...] = ()
         self._graphs = [0 for _ in ranks]  # of all stages of a rank, and so the next
         self._under_way = [0 for _ in ranks]
 

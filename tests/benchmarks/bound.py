@@ -22,13 +22,13 @@ def bound_s(ideal: Result, stages: int, chunks: int, checkpoint: str) -> float:
     """
     if ideal.error is not None:
         return float("nan")
-    forward, backward = _means(ideal, stages, "F"), _means(ideal, stages, "B")
-    recompute = _means(ideal, stages, "R") if checkpoint == "always" else forward
+    forward, backward = _times(ideal, stages, "F"), _times(ideal, stages, "B")
+    recompute = _times(ideal, stages, "R") if checkpoint == "always" else forward
     schedule = fill_drain(in_rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
     return simulate(schedule, Costs.of(forward, backward, recompute)).length
 
 
-def _means(ideal: Result, stages: int, kind: str) -> list[float]:
+def _times(ideal: Result, stages: int, kind: str) -> list[float]:
     """Of every stage the mean time of a kind of action in a round, the median of all rounds."""
     return [
         statistics.median(notes[rank][kind][0] for notes in ideal.notes) for rank in range(stages)
