@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
@@ -11,8 +13,11 @@ from lightning_gpipe.schedule.simulate import simulate
 from tests.benchmarks.turns import Result
 
 
-def bound_s(ideal: Result, stages: int, chunks: int, checkpoint: str) -> float:
-    """The length of fill-drain.
+class Bound:
+    """The length of fill-drain, and how near steps come to it.
+
+    The machine's pace differs from round to round, so a step is compared with the bound of its own
+    round.
 
     Args:
         ideal: What :func:`tests.benchmarks.contestants.plain.ideal` measured.
@@ -20,16 +25,38 @@ def bound_s(ideal: Result, stages: int, chunks: int, checkpoint: str) -> float:
         chunks: M.
         checkpoint: As the strategy's.
     """
-    if ideal.error is not None:
+
+    def __init__(self, ideal: Result, stages: int, chunks: int, checkpoint: str) -> None:
+        self._rounds_s = [
+            _length_s(notes, stages, chunks, checkpoint) for notes in ideal.notes if not ideal.error
+        ]
+        #: The median over rounds, in seconds.
+        self.median_s = median(self._rounds_s)
+
+    def reached(self, result: Result) -> list[float]:
+        """Of every round which share of its bound a step reaches; above 1 where it is shorter."""
+        pairs = zip(self._rounds_s, result.step_s, strict=not result.error)
+        return [bound_s / step_s for bound_s, step_s in pairs]
+
+
+def median(figures: Sequence[float]) -> float:
+    """The median of figures; not a number where there are none."""
+    return statistics.median(figures) if figures else float("nan")
+
+
+def spread(figures: Sequence[float]) -> float:
+    """Half of what lies between the quartiles of figures, as a share of their median."""
+    if len(figures) < 2:
         return float("nan")
-    forward, backward = _times(ideal, stages, "F"), _times(ideal, stages, "B")
-    recompute = _times(ideal, stages, "R") if checkpoint == "always" else forward
+    first, middle, third = statistics.quantiles(figures)
+    return (third - first) / 2 / middle
+
+
+def _length_s(notes: Sequence[dict[str, Any]], stages: int, chunks: int, checkpoint: str) -> float:
+    """The length of fill-drain for what the stages took in a round."""
+    forward, backward = ([notes[rank][kind][0] for rank in range(stages)] for kind in "FB")
+    recompute = (
+        [notes[rank]["R"][0] for rank in range(stages)] if checkpoint == "always" else forward
+    )
     schedule = fill_drain(in_rounds(stages), chunks, checkpoint)  # type: ignore[arg-type]
     return simulate(schedule, Costs.of(forward, backward, recompute)).length
-
-
-def _times(ideal: Result, stages: int, kind: str) -> list[float]:
-    """Of every stage the mean time of a kind of action in a round, the median of all rounds."""
-    return [
-        statistics.median(notes[rank][kind][0] for notes in ideal.notes) for rank in range(stages)
-    ]

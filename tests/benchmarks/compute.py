@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
 
-from tests.benchmarks.bound import bound_s
+from tests.benchmarks.bound import Bound, median, spread
 from tests.benchmarks.contestants.deepspeed import deepspeed
 from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import accumulation, ideal, replicas
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
 from tests.benchmarks.contestants.torchgpipe import torchgpipe
-from tests.benchmarks.report import Table, row_of
+from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, launches_of, take_turns
 from tests.benchmarks.workloads import (
     Workload,
@@ -113,18 +112,15 @@ def _compare(
     results = take_turns(
         found, arguments.rounds, arguments.steps, warm_up, launches=arguments.launches
     )
-    bound = bound_s(results["ideal"], stages, chunks, checkpoint)
-    one = results[ONE].median_s
+    bound = Bound(results["ideal"], stages, chunks, checkpoint)
+    one_s = results[ONE].median_s
     table = Table(
         f"{workload.name}, K={stages}, M={chunks}, {checkpoint}",
         ["step, ms", "speed-up", "of the bound", "spread"],
-        [("bound of fill-drain", [1e3 * bound, one / bound, 1.0])],
+        [("bound of fill-drain", [1e3 * bound.median_s, one_s / bound.median_s, 1.0])],
     )
     for name, result in results.items():
-        row_of(table, name, result, partial(_figures, one, bound, result.spread))
+        step_s, shares = result.median_s, bound.reached(result)
+        figures = [1e3 * step_s, one_s / step_s, median(shares), spread(shares)]
+        table.rows.append((name, result.error or figures))
     return table
-
-
-def _figures(one_s: float, least_s: float, spread: float, step_s: float) -> list[float]:
-    """What a row tells of a contestant's step."""
-    return [1e3 * step_s, one_s / step_s, least_s / step_s, spread]

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tests.benchmarks.bound import bound_s
+from tests.benchmarks.bound import Bound, median
 from tests.benchmarks.contestants.deepspeed import deepspeed
 from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import ideal
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
-from tests.benchmarks.report import Table, row_of
+from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, launches_of, take_turns
 from tests.benchmarks.workloads import emulated
 
@@ -103,12 +103,13 @@ def _compare(stages: int, chunks: int, checkpoint: str, arguments: argparse.Name
     results = take_turns(
         contestants, arguments.rounds, arguments.steps, warm_up=6, launches=arguments.launches
     )
-    bound = bound_s(results["ideal"], stages, chunks, checkpoint)
+    bound = Bound(results["ideal"], stages, chunks, checkpoint)
     table = Table(
         f"Emulated devices of {arguments.unit:g} ms, K={stages}, M={chunks}, {checkpoint}",
         ["step, ms", "of the bound"],
-        [("bound of fill-drain", [1e3 * bound, 1.0])],
+        [("bound of fill-drain", [1e3 * bound.median_s, 1.0])],
     )
     for name, result in results.items():
-        row_of(table, name, result, lambda step_s: [1e3 * step_s, bound / step_s])
+        figures = [1e3 * result.median_s, median(bound.reached(result))]
+        table.rows.append((name, result.error or figures))
     return table

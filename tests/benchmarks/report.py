@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-
-from tests.benchmarks.turns import Result
 
 
 @dataclass
@@ -38,13 +36,6 @@ class Table:
             cells += [""] * (len(self.columns) - len(cells))
             lines.append(f"| {name} | {' | '.join(cells)} |")
         return "\n".join([*lines, ""])
-
-
-def row_of(
-    table: Table, name: str, result: Result, figures: Callable[[float], list[float]]
-) -> None:
-    """Add a contestant's row to a table, from the median of its steps."""
-    table.rows.append((name, result.error or figures(result.median_s)))
 
 
 def save(tables: Sequence[Table], path: Path, command: str) -> None:

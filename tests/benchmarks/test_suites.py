@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from tests.benchmarks.bound import Bound, spread
 from tests.benchmarks.compute import contestants
 from tests.benchmarks.report import Table
 from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
@@ -124,10 +125,20 @@ def test_a_contestant_that_fails_has_a_word_in_the_table() -> None:
     assert (error, rounds) == (None, 2)
 
 
-def test_a_figures_spread_is_half_of_what_lies_between_the_quartiles() -> None:
-    result = Result(step_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-    assert result.spread == (6 - 2) / 2 / 4
-    assert isnan(Result(step_s=[1.0]).spread)
+def test_steps_are_compared_with_the_bound_of_their_own_round() -> None:
+    def noted(backward_s: float) -> list[dict[str, tuple[float, int]]]:
+        return [{"F": (1.0, 3), "B": (backward_s, 3)}, {"F": (1.0, 3), "B": (backward_s, 3)}]
+
+    ideal = Result(step_s=[9.0, 15.0, 9.0], notes=[noted(2.0), noted(4.0), noted(2.0)])
+    bound = Bound(ideal, 2, 3, "never")
+    assert bound.median_s == (3 + 2 - 1) * (1 + 2)
+    assert bound.reached(Result(step_s=[12.0, 20.0, 24.0])) == [1.0, 1.0, 0.5]
+    assert bound.reached(Result(error="died")) == []
+
+
+def test_a_spread_is_half_of_what_lies_between_the_quartiles() -> None:
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == (6 - 2) / 2 / 4
+    assert isnan(spread([1.0]))
 
 
 def test_two_virtual_stages_take_part_where_there_are_layers_for_them() -> None:

@@ -122,14 +122,6 @@ class Result:
         """The median of a step."""
         return statistics.median(self.step_s) if self.step_s else float("nan")
 
-    @property
-    def spread(self) -> float:
-        """Half of what lies between the quartiles of a step, as a share of the median."""
-        if len(self.step_s) < 2:
-            return float("nan")
-        first, _, third = statistics.quantiles(self.step_s)
-        return (third - first) / 2 / self.median_s
-
 
 def launches_of(parser: argparse.ArgumentParser, launches: int) -> None:
     """Add the option for :func:`take_turns`.
