@@ -3,7 +3,9 @@
 ``one process`` accumulates over the micro-batches, with a checkpoint around each stage where
 activations are recomputed. ``ideal`` is every stage by itself, side by side: no messages, no
 waiting. The bound is the length of fill-drain for what the stages take there. DDP and FSDP run half
-of the mini-batch on each process, with the whole model on each.
+of the mini-batch on each process, with the whole model on each. In a turn several mini-batches
+follow each other, as in training: schedules that begin the next one before the last has ended win
+nothing by it in a turn of one.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", help="names of contestants, or parts of them")
     parser.add_argument("--stages", type=int, default=2)
     launches_of(parser, 3)
-    parser.set_defaults(rounds=9, steps=2)
+    parser.set_defaults(rounds=6, steps=6)
 
 
 def run(arguments: argparse.Namespace) -> Iterator[Table]:
