@@ -159,6 +159,13 @@ def test_what_a_file_lacks_is_told(example: str, arguments: list[str], message: 
         cli.main(["plan", example, *arguments])
 
 
+def test_a_class_that_is_named_twice_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "warming.yaml"
+    file.write_text(f"trainer: {{devices: 2, strategy: gpipe}}\nmodel: {__name__}.Warming\n")
+    with pytest.raises(SystemExit, match="names the class itself, leave --model or --data out"):
+        cli.main(["plan", str(file), "--model", f"{__name__}:Warming"])
+
+
 def test_what_goes_with_a_file_alone_is_told() -> None:
     for given, go in ((["--trainer.devices=2"], "goes"), (["--no-data"], "these go")):
         with pytest.raises(SystemExit, match=f"{go} with a configuration file alone"):

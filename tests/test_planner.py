@@ -267,6 +267,8 @@ def test_a_step_that_needs_values_is_told_what_to_do() -> None:
     assert GPipeStrategy().plan(Reads(), input=x, devices=2).best is not None
     with pytest.raises(ValueError, match="no example_input_array: give a batch"):
         GPipeStrategy().plan(Reads(), devices=2)
+    with pytest.raises(ValueError, match="batch and input are both given"):
+        GPipeStrategy().plan(Reads(), x, input=x, devices=2)
     with pytest.raises(ValueError, match=r"Nothing can be planned: .* has 2 layers, fewer than 4"):
         GPipeStrategy().plan(Reads(), input=x, devices=4, stages=[4])
     with pytest.raises(ValueError, match=r"no number of stages in \[3\] divides 4 devices"):

@@ -105,6 +105,8 @@ class PlanningStrategy(SavingStrategy):
                     f"flops must be operations in a second, above 0, got flops={flops!r}."
                 )
         check_flag("measured", measured)
+        if batch is not None and input is not None:
+            raise ValueError("batch and input are both given: input takes the place of a batch.")
         settings = self._settings
         if memory is not None:
             settings = replace(settings, memory_limit=memory_size("memory", memory))
