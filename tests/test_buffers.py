@@ -63,6 +63,24 @@ class Codebook(nn.Module):
             self.uses.data.copy_(uses)
 
 
+class Observer(nn.Module):
+    """Tells of no change, and changes one of its buffers in later steps alone, as in QAT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("shift", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.training:
+            self.scale.data.mul_(0.9).add_(0.1 * x.detach().std())
+        if self.training and self.calls > 13:
+            self.shift.data.add_(0.1 * x.detach().mean())
+        return x * self.scale + self.shift
+
+
 class Late(nn.Module):
     """Makes a table when it is first called, and reads it."""
 
@@ -85,6 +103,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "in eval": lambda: Codebook("in place").eval(),
     "spectral norm": lambda: spectral(parametrizations.spectral_norm),
     "the old spectral norm": lambda: spectral(old_spectral_norm),
+    "another in later steps": Observer,
     "made in the forward": Late,
 }
 
