@@ -145,7 +145,7 @@ def test_arguments_of_fit_go_with_the_file(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "If the file names no class of the model"),
+        ([], "The class of the model and .* named once: in the file, or by --model"),
         ([*DIGITS, "--trainer.speed=9"], "speed"),
         ([*DIGITS, "--devices=0"], "devices must be a whole number from 1"),
         ([*DIGITS, "--trainer.devices=auto"], "give --devices"),
@@ -162,7 +162,7 @@ def test_what_a_file_lacks_is_told(example: str, arguments: list[str], message: 
 def test_a_class_that_is_named_twice_is_told(tmp_path: Path) -> None:
     file = tmp_path / "warming.yaml"
     file.write_text(f"trainer: {{devices: 2, strategy: gpipe}}\nmodel: {__name__}.Warming\n")
-    with pytest.raises(SystemExit, match="names the class itself, leave --model or --data out"):
+    with pytest.raises(SystemExit, match="named once: in the file, or by --model"):
         cli.main(["plan", str(file), "--model", f"{__name__}:Warming"])
 
 

@@ -136,9 +136,9 @@ class LayerBuffers:
                 " first ones. So it isn't known which values the earlier micro-batches met. Change"
                 " it in place under torch.no_grad(), or assign a new tensor; or use chunks=1."
             )
-        # a kernel that changes one buffer of a module so may change its others in a later step
-        modules = {place.module for place in silent}
-        silent.update(place for place in self._places() if place.module in modules)
+        if silent:  # what changes one buffer of a module so may change its others in a later step
+            modules = {place.module for place in silent}
+            silent.update(place for place in self._places() if place.module in modules)
         found |= silent
         if keep_graph:  # its graph keeps these: the next micro-batch gets copies
             _install(_copies(found))

@@ -15,12 +15,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_gpipe.strategy.gpipe import GPipeStrategy
 
-_NAMES_NONE = (
-    "If the file names no class of the model or of the data, do it: --model package.module:Class,"
-    " --data …."
-)
-_NAMES_THEM = "If the file names the class itself, leave --model or --data out."
-
 
 @dataclass(frozen=True, slots=True)
 class Configured:
@@ -84,10 +78,11 @@ def configured(
     try:
         cli = _Read(is_real, ["fit", "--config", file, *arguments], model, data)
     except ArgumentError as error:
-        hint = _NAMES_NONE if model is None and data is None else _NAMES_THEM
         raise ValueError(
-            f"{file} can't be read as `fit` of a LightningCLI reads it: {error}\n{hint} For a"
-            " command line with arguments of its own give package.module:function."
+            f"{file} can't be read as `fit` of a LightningCLI reads it: {error}\nThe class of the"
+            " model and that of the data are named once: in the file, or by --model"
+            " package.module:Class and --data …. For a command line with arguments of its own give"
+            " package.module:function."
         ) from error
     trainer: Any = cli.trainer
     cli.model.trainer = trainer  # which configure_optimizers and hooks of batches may ask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.placement import rounds as in_rounds
 from lightning_gpipe.schedule.simulate import simulate
-from tests.benchmarks.turns import Result
+from tests.benchmarks.turns import Result, median
 
 
 class Bound:
@@ -35,21 +34,8 @@ class Bound:
 
     def reached(self, result: Result) -> list[float]:
         """Of every round which share of its bound a step reaches; above 1 where it is shorter."""
-        pairs = zip(self._rounds_s, result.step_s, strict=not result.error)
+        pairs = zip(self._rounds_s, result.step_s, strict=False)
         return [bound_s / step_s for bound_s, step_s in pairs]
-
-
-def median(figures: Sequence[float]) -> float:
-    """The median of figures; not a number where there are none."""
-    return statistics.median(figures) if figures else float("nan")
-
-
-def spread(figures: Sequence[float]) -> float:
-    """Half of what lies between the quartiles of figures, as a share of their median."""
-    if len(figures) < 2:
-        return float("nan")
-    first, middle, third = statistics.quantiles(figures)
-    return (third - first) / 2 / middle
 
 
 def _length_s(notes: Sequence[dict[str, Any]], stages: int, chunks: int, checkpoint: str) -> float:

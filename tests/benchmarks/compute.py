@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tests.benchmarks.bound import Bound, median, spread
+from tests.benchmarks.bound import Bound
 from tests.benchmarks.contestants.deepspeed import deepspeed
 from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import accumulation, ideal, replicas
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
 from tests.benchmarks.contestants.torchgpipe import torchgpipe
 from tests.benchmarks.report import Table
-from tests.benchmarks.turns import Contestant, launches_of, take_turns
+from tests.benchmarks.turns import Contestant, launches_of, median, spread, take_turns
 from tests.benchmarks.workloads import (
     Workload,
     amoebanet,

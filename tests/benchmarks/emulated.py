@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tests.benchmarks.bound import Bound, median
+from tests.benchmarks.bound import Bound
 from tests.benchmarks.contestants.deepspeed import deepspeed
 from tests.benchmarks.contestants.lightning import gpipe
 from tests.benchmarks.contestants.plain import ideal
 from tests.benchmarks.contestants.torch_pipelining import VIRTUAL, torch_pipelining
 from tests.benchmarks.report import Table
-from tests.benchmarks.turns import Contestant, launches_of, take_turns
+from tests.benchmarks.turns import Contestant, launches_of, median, take_turns
 from tests.benchmarks.workloads import emulated
 
 OURS, SEARCHED = "lightning-gpipe, fill_drain", "lightning-gpipe, searched"

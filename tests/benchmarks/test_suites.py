@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from tests.benchmarks.bound import Bound, spread
+from tests.benchmarks.bound import Bound
 from tests.benchmarks.compute import contestants
 from tests.benchmarks.report import Table
-from tests.benchmarks.turns import Contestant, Result, Turn, take_turns
+from tests.benchmarks.turns import Contestant, Result, Turn, spread, take_turns
 from tests.benchmarks.workloads import transformer
 
 FEW = ("--rounds", "1", "--steps", "1")
@@ -134,6 +134,7 @@ def test_steps_are_compared_with_the_bound_of_their_own_round() -> None:
     assert bound.median_s == (3 + 2 - 1) * (1 + 2)
     assert bound.reached(Result(step_s=[12.0, 20.0, 24.0])) == [1.0, 1.0, 0.5]
     assert bound.reached(Result(error="died")) == []
+    assert Bound(Result(error="died"), 2, 3, "never").reached(Result(step_s=[1.0])) == []
 
 
 def test_a_spread_is_half_of_what_lies_between_the_quartiles() -> None:

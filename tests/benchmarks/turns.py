@@ -120,7 +120,20 @@ class Result:
     @property
     def median_s(self) -> float:
         """The median of a step."""
-        return statistics.median(self.step_s) if self.step_s else float("nan")
+        return median(self.step_s)
+
+
+def median(figures: Sequence[float]) -> float:
+    """The median of figures; not a number where there are none."""
+    return statistics.median(figures) if figures else float("nan")
+
+
+def spread(figures: Sequence[float]) -> float:
+    """Half of what lies between the quartiles of figures, as a share of their median."""
+    if len(figures) < 2:
+        return float("nan")
+    first, middle, third = statistics.quantiles(figures)
+    return (third - first) / 2 / middle
 
 
 def launches_of(parser: argparse.ArgumentParser, launches: int) -> None:
