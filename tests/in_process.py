@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import Executor, Links, Local
-from lightning_gpipe.engine.plan import Plan
+from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
 from lightning_gpipe.engine.stopwatch import Stopwatch
@@ -75,7 +75,7 @@ class InProcess:
         source, target = BatchInput(batch, split, True), BatchOutput(split)
         context = ForwardContext.current((1, step), HOST, run_layer)
         whole = tuple(action for program in programs for action in program)
-        running = self.executor.begin(Plan(whole), context, split.sizes, source, target)
+        running = self.executor.begin(RankPlan(whole), context, split.sizes, source, target)
         self.executor.run([a for a in whole if a.op == "F"], running)
         output, wanted = target.merge(batch)
         self.executor.end_forward(running)

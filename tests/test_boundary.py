@@ -17,7 +17,7 @@ from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.comm.p2p import Receiver, Sender
-from lightning_gpipe.comm.packet import Layout
+from lightning_gpipe.comm.packet import PacketLayout
 from lightning_gpipe.comm.signature import TensorType
 from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.tensors.tree import Tree
@@ -227,7 +227,7 @@ def test_a_failed_decision_reaches_every_stage() -> None:
 def test_tensors_of_a_packet_cannot_grow_into_each_other() -> None:
     sent = [torch.randn(3, 4), torch.arange(5), torch.randn(4, 2).T]
     for tensors in sent, sent[:1]:
-        packet = Layout(tuple(TensorType.of(t, False) for t in tensors)).packet()
+        packet = PacketLayout(tuple(TensorType.of(t, False) for t in tensors)).packet()
         packet.fill(tensors)
         arrived = packet.tensors(torch.device("cpu"))
         assert [t.stride() for t in arrived] == [t.stride() for t in tensors]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lightning_gpipe.comm.waiting import waiting
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import Executor, Links, Local
-from lightning_gpipe.engine.plan import Plan
+from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.stage import Stage
-from lightning_gpipe.engine.stopwatch import Recording, Stopwatch
+from lightning_gpipe.engine.stopwatch import ActionRecording, Stopwatch
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.schedule.actions import Action, Program, Schedule
@@ -69,7 +69,7 @@ def gradients_of(
     split = Split.plan(batch, micro_batches)
     source = BatchInput(batch, split, is_here=True)
     mini_batch = executor.begin(
-        Plan(program),
+        RankPlan(program),
         ForwardContext.current((1, 2), HOST, run_layer),
         split.sizes,
         source,
@@ -171,7 +171,7 @@ def compute(seconds: float) -> None:
 
 def test_an_action_takes_what_the_processor_does_for_it_and_no_waiting() -> None:
     watch = Stopwatch(HOST)
-    recording = Recording(watch)
+    recording = ActionRecording(watch)
     recording.resume()
     for m in range(3):
         watch.start()

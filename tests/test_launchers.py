@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.strategy import advice, rendezvous
-from lightning_gpipe.strategy.world import Connection
+from lightning_gpipe.strategy.world import Rendezvous
 from tests import scripts
 from tests.models import Around
 from tests.ranks import free_port
@@ -254,7 +254,7 @@ def test_who_is_waited_for_is_told(
     monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
     environment, device = LightningEnvironment(), torch.device("cpu")
     for nodes, waits_s in (1, 0.2), (2, 0.0), (2, 1.0):
-        meeting = Connection(
+        meeting = Rendezvous(
             environment, device, None, timedelta(minutes=30), Deadlines(), 1, nodes
         )
         with meeting.expected():

@@ -27,12 +27,12 @@ from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.cli import main
 from lightning_gpipe.comm.clock import SharedClock
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.engine.stopwatch import Recording, Stopwatch
+from lightning_gpipe.engine.stopwatch import ActionRecording, Stopwatch
 from lightning_gpipe.monitor import picture, table
 from lightning_gpipe.monitor.figures import Figures, StageFigures, figures
 from lightning_gpipe.monitor.hints import Facts, hints
 from lightning_gpipe.monitor.merge import merge_traces
-from lightning_gpipe.monitor.rank_report import Ran, RankReport, by_batch, with_batches
+from lightning_gpipe.monitor.rank_report import RanBatch, RankReport, by_batch, with_batches
 from lightning_gpipe.monitor.trace import Timeline, chrome_trace
 from lightning_gpipe.schedule.actions import Action, Schedule
 from lightning_gpipe.schedule.costs import Costs
@@ -69,7 +69,7 @@ def measured_of(schedule: Schedule, costs: Costs, section: int = 1) -> list[list
 
 def told_by(rows: list[list[Measured]], offsets: tuple[float, ...] = (), samples: int = 8) -> Any:
     """What ranks tell of one mini-batch, by clocks that are behind."""
-    ran = [Ran(range(1, 2), 0.0, 2.0, samples)]
+    ran = [RanBatch(range(1, 2), 0.0, 2.0, samples)]
     found = []
     for k, row in enumerate(rows):
         behind = offsets[k] if offsets else 0.0
@@ -115,7 +115,7 @@ def test_sections_replicas_and_windows_are_put_together() -> None:
                        done=m.done + 10)
             for m in row
         ]  # fmt: skip
-    ran = [Ran(range(1, 3), 0.0, 20.0, 6)]
+    ran = [RanBatch(range(1, 3), 0.0, 20.0, 6)]
     ranks = [with_batches(RankReport(), by_batch(row, ran), ran, 0.0) for row in rows]
     found = figures([ranks, ranks], placement, 0.0)
     # 2 of 3 units are forwards, and 4 of 6 backwards, on each rank; waits between aren't counted
@@ -129,7 +129,7 @@ def test_the_first_mini_batch_counts_from_its_first_action() -> None:
     row = measured_of(fill_drain(rounds(1), 2, "never"), Costs.of([1.0]))[0]
     later = [m._replace(start=m.start + 50, begin=m.begin + 50, end=m.end + 50, done=m.done + 50)
              for m in row]  # fmt: skip
-    ran = [Ran(range(1, 2), None, 60.0, 8)]
+    ran = [RanBatch(range(1, 2), None, 60.0, 8)]
     assert with_batches(RankReport(), by_batch(later, ran), ran, 0.0).batches[0].seconds == 10.0
     assert (
         with_batches(RankReport(), [[]], ran, 0.0).batches[0].seconds == 0.0
@@ -352,7 +352,7 @@ def test_a_device_is_measured_by_its_own_time_and_waited_for_once(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     watch = Stopwatch(torch.device("cuda"))
-    recording = Recording(watch)
+    recording = ActionRecording(watch)
     recording.resume()
     for m in range(3):
         watch.start()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_gpipe.comm.channel import Channel
 from lightning_gpipe.comm.mail import Mail
-from lightning_gpipe.comm.messages import Kind, ObjectChannel
+from lightning_gpipe.comm.messages import MessageKind, ObjectChannel
 from lightning_gpipe.comm.nearby import Nearby
 
 _T = TypeVar("_T")
@@ -195,7 +195,7 @@ class Groups:
         lanes = *self.activations, *self.gradients
         return list(dict.fromkeys((*channels[0], *channels[1], *lanes, *ends, *everyone)))
 
-    def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
+    def decide(self, kind: MessageKind, decision: Callable[[], _T]) -> _T:
         """Let rank 0 decide, and all ranks know. Collective over all pipelines.
 
         See :meth:`lightning_gpipe.comm.messages.ObjectChannel.decide`.

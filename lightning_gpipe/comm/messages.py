@@ -23,7 +23,7 @@ from lightning_gpipe.comm.nearby import Transfer
 from lightning_gpipe.comm.peers import HOST, Peers
 from lightning_gpipe.tensors import strides
 
-Kind: TypeAlias = Literal[
+MessageKind: TypeAlias = Literal[
     "batch",
     "generators",
     "call",
@@ -54,7 +54,7 @@ Kind: TypeAlias = Literal[
 _T = TypeVar("_T")
 # With the bytes that are sent, and their memory, which must live as long if it wasn't copied.
 _Sent: TypeAlias = tuple[Work, int, Tensor | None]
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+_KINDS: tuple[MessageKind, ...] = get_args(MessageKind)
 # What is sent is kept until it is waited for: gloo tells of a finished message only to who waits.
 # That takes no time once so many others were sent, because the members run the same step.
 _UNDER_WAY = 64  # messages
@@ -76,7 +76,7 @@ class ObjectChannel(Peers):
     _pending: deque[_Sent] = field(default_factory=deque)
     _shown: list[Transfer] = field(default_factory=list)  # what isn't waited for as it is sent
 
-    def broadcast(self, kind: Kind, value: Any, source: int, ahead: bool = False) -> Any:
+    def broadcast(self, kind: MessageKind, value: Any, source: int, ahead: bool = False) -> Any:
         """Give every member an object. Collective.
 
         Args:
@@ -119,7 +119,7 @@ class ObjectChannel(Peers):
         _wait_for(under_way)
         return received
 
-    def decide(self, kind: Kind, decision: Callable[[], _T]) -> _T:
+    def decide(self, kind: MessageKind, decision: Callable[[], _T]) -> _T:
         """Let the first member decide, and all know. Collective.
 
         Args:
@@ -143,7 +143,7 @@ class ObjectChannel(Peers):
         self.broadcast(kind, (False, result), source=0)
         return result
 
-    def send(self, kind: Kind, value: Any, to: int) -> None:
+    def send(self, kind: MessageKind, value: Any, to: int) -> None:
         """Send an object to one member, and wait until it is gone.
 
         The other end must receive it.
@@ -159,7 +159,7 @@ class ObjectChannel(Peers):
             elif part.numel():
                 dist.send(part, self.ranks[to], group)
 
-    def receive(self, kind: Kind, source: int, device: torch.device | None = None) -> Any:
+    def receive(self, kind: MessageKind, source: int, device: torch.device | None = None) -> Any:
         """Receive what a member sends with :meth:`send`.
 
         Args:
@@ -207,7 +207,7 @@ class ObjectChannel(Peers):
         while self._shown:
             self._shown.pop().wait()
 
-    def _broadcast_from_here(self, kind: Kind, value: Any, ahead: bool) -> None:
+    def _broadcast_from_here(self, kind: MessageKind, value: Any, ahead: bool) -> None:
         limit: float = math.inf
         if kind in _SHORT_LIVED and self.has_one_memory:
             limit = _HELD + 1 if ahead else _SHARED
@@ -281,7 +281,7 @@ class ObjectChannel(Peers):
 
     def _unpack(
         self,
-        kind: Kind,
+        kind: MessageKind,
         source: int,
         receive: Callable[[Tensor, dist.ProcessGroup], Tensor],
         device: torch.device,

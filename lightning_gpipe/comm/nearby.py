@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_gpipe.comm.connection import Connection
 from lightning_gpipe.comm.forks import keep_from_children
 from lightning_gpipe.comm.meeting import meet
-from lightning_gpipe.comm.shared_memory import SharedMemory, Views, read
+from lightning_gpipe.comm.shared_memory import MemoryViews, SharedMemory, read
 from lightning_gpipe.comm.waiting import waiting
 
 _HEAD = struct.Struct("<3q")  # key, bytes, and the place in the sender's memory, or:
@@ -83,7 +83,7 @@ class Nearby:
         self._is_watched = False  # whether a thread sleeps until something arrives
         self._has_ended = False
         self._under_way: dict[int, Transfer] = {}  # by their places
-        self._views = Views()
+        self._views = MemoryViews()
         self._memory = SharedMemory.make() if gathers else None
         try:
             file = self._memory.file if self._memory is not None else None

@@ -37,9 +37,9 @@ from torch import Tensor
 from lightning_gpipe.comm.channel import BESIDE, HEADER, Channel
 from lightning_gpipe.comm.mail import PointToPoint, Work
 from lightning_gpipe.comm.nearby import Transfer
-from lightning_gpipe.comm.packet import Layouts, Packet, Sent, wait_for
+from lightning_gpipe.comm.packet import Packet, PacketLayouts, Sent, wait_for
 from lightning_gpipe.comm.packing import from_buffer, host_buffer
-from lightning_gpipe.comm.remembered import Place, Remembered
+from lightning_gpipe.comm.remembered import MessagePlace, Remembered
 from lightning_gpipe.comm.signature import Signature, TensorType
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.tree import Tree
@@ -66,8 +66,8 @@ class Sender:
 
     channel: Channel
     under_way: int = _UNDER_WAY
-    _layouts: Layouts = field(default_factory=Layouts)
-    _memory: dict[Place, Remembered] = field(default_factory=dict)
+    _layouts: PacketLayouts = field(default_factory=PacketLayouts)
+    _memory: dict[MessagePlace, Remembered] = field(default_factory=dict)
     _sent: int = 0
     _numbers: dict[int, int] = field(default_factory=dict)  # by the micro-batch
     _pending: deque[Sent] = field(default_factory=deque)
@@ -182,7 +182,7 @@ class _Slot:
         instead: The receives of all tensors, where others come than those that were posted.
     """
 
-    place: Place
+    place: MessagePlace
     memory: Remembered
     packet: Packet
     work: Work | None
@@ -203,9 +203,9 @@ class Receiver:
     gives_memory: ClassVar[bool] = True
     channel: Channel
     answers: Sender | None = None
-    _layouts: Layouts = field(default_factory=Layouts)
-    _memory: dict[Place, Remembered] = field(default_factory=dict)
-    _order: deque[Place] = field(default_factory=deque)
+    _layouts: PacketLayouts = field(default_factory=PacketLayouts)
+    _memory: dict[MessagePlace, Remembered] = field(default_factory=dict)
+    _order: deque[MessagePlace] = field(default_factory=deque)
     _slots: deque[_Slot] = field(default_factory=deque)
 
     @property
@@ -310,7 +310,9 @@ class Receiver:
         slot.signature = signature
         return signature
 
-    def _other_than(self, m: int, arrived: Place, training: bool | None = None) -> RuntimeError:
+    def _other_than(
+        self, m: int, arrived: MessagePlace, training: bool | None = None
+    ) -> RuntimeError:
         is_other = training is not None and arrived[0] != training
         return RuntimeError(
             f"Expected micro-batch {m} from rank {self.channel.peer}, but got {arrived[1]}"
@@ -342,7 +344,7 @@ class Receiver:
                     break  # tensors arrive in order: the next ones can't be posted before these
                 self._post_slot(slot)
 
-    def _new_slot(self, place: Place) -> _Slot:
+    def _new_slot(self, place: MessagePlace) -> _Slot:
         """Post the receive of a packet."""
         memory = self._memory.get(place)
         if memory is None:

@@ -24,7 +24,7 @@ _ALIGNED = 64  # bytes; a tensor's memory begins at a multiple of them
 
 
 @dataclass(slots=True)
-class Layout:
+class PacketLayout:
     """What a packet holds beside its header.
 
     Args:
@@ -66,7 +66,7 @@ class Packet:
 
     __slots__ = ("_head", "_parts", "buffer", "layout")
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: PacketLayout) -> None:
         self.layout = layout
         # it may be used again where there are gradients
         inferring = torch.is_inference_mode_enabled()
@@ -123,13 +123,13 @@ class Packet:
         return found
 
 
-class Layouts(dict[tuple[TensorType, ...], Layout]):
+class PacketLayouts(dict[tuple[TensorType, ...], PacketLayout]):
     """The layouts that a link uses, by the types of their tensors."""
 
-    def __missing__(self, kinds: tuple[TensorType, ...]) -> Layout:
+    def __missing__(self, kinds: tuple[TensorType, ...]) -> PacketLayout:
         if len(self) >= _LAYOUTS:  # where every step has other lengths: those in use stay alive
             self.clear()
-        layout = self[kinds] = Layout(kinds)
+        layout = self[kinds] = PacketLayout(kinds)
         return layout
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_gpipe.comm.channel import Channel
-from lightning_gpipe.comm.packet import Layout, Layouts
+from lightning_gpipe.comm.packet import PacketLayout, PacketLayouts
 from lightning_gpipe.comm.signature import Signature, TensorType
 
 _IN_PACKET = 1 << 20  # bytes up to which a message more costs more than a copy
 
 #: Whether the call trains, and the micro-batch.
-Place: TypeAlias = tuple[bool, int]
+MessagePlace: TypeAlias = tuple[bool, int]
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Remembered:
         is_packed: Whether all of it travels in the packet.
     """
 
-    layout: Layout
+    layout: PacketLayout
     signature: Signature | None = None
     stable: bool = False
     is_packed: bool = False
@@ -44,7 +44,7 @@ class Remembered:
         """Bytes of what crossed last."""
         return sum(k.nbytes for k in self.signature.tensor_types) if self.signature else 0
 
-    def update(self, signature: Signature, channel: Channel, layouts: Layouts) -> None:
+    def update(self, signature: Signature, channel: Channel, layouts: PacketLayouts) -> None:
         """Remember what was sent; a signature that didn't change is the same object."""
         stable = signature is self.signature
         if stable != self.stable:

@@ -23,7 +23,7 @@ class SharedMemory:
     """What this process has sent, until it is taken. Linux only.
 
     It is written and read like a file, so it counts to no process's memory, but where others look
-    at it (:class:`Views`).
+    at it (:class:`MemoryViews`).
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class SharedMemory:
         os.close(self.file)
 
 
-class Views:
+class MemoryViews:
     """This process's looks at others' memory."""
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class MicroBatchOutput(AtHand):
         return Tree.of_gradients(gradients), [False] * count
 
 
-class Outlines(dict[str, Tree]):
+class OutputOutlines(dict[str, Tree]):
     """What comes out of the backbone for micro-batches that look alike: tensors on meta."""
 
     @staticmethod

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.plan import Plan
+from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.stage import Stage, StageCall
 from lightning_gpipe.engine.stopwatch import Stopwatch, span
 from lightning_gpipe.engine.trial import Trial
@@ -122,7 +122,7 @@ class MiniBatch:
             known yet whether they get a gradient.
     """
 
-    plan: Plan
+    plan: RankPlan
     input_side: InputSide
     output_side: OutputSide
     calls: dict[int, StageCall]
@@ -172,7 +172,7 @@ class Executor:
 
     def begin(
         self,
-        plan: Plan,
+        plan: RankPlan,
         context: ForwardContext,
         sizes: Sequence[int],
         input_side: InputSide,

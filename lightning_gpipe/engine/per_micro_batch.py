@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.engine.ends import Outlines
+from lightning_gpipe.engine.ends import OutputOutlines
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
 from lightning_gpipe.engine.kept import KeptTensors
 from lightning_gpipe.engine.outside import Outside
@@ -96,7 +96,7 @@ class PerMicroBatch:
         self._batch_norm, self._modules = batch_norm, modules
         self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
-        self._outlines = Outlines()
+        self._outlines = OutputOutlines()
         self._plans = StepPlans(rank, schedule, modules)
         self._running: Running | None = None
         self._counts: Counter[str] = Counter()  # of mini-batches

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gpipe.engine.ends import MicroBatchInput, MicroBatchOutput
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
-from lightning_gpipe.engine.plan import Plan
+from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.weighting import Weighting
 
 #: The last backward before the backbone, and the last one behind it; see :data:`BeforeLast`.
@@ -63,7 +63,7 @@ class Running:
     given: Sequence[Sequence[Tensor]]
     names: Sequence[str]
     step: Step
-    plan: Plan
+    plan: RankPlan
     before_last: BeforeLast | None
     weighting: Weighting
     agree: Callable[[bool], None]

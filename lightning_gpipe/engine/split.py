@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_gpipe.tensors.graph import next_of, nodes_of
-
-Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -35,7 +33,7 @@ class _Branch:
 
     node: Node
     leaves: list[Any]
-    arrived: Gradients = ()
+    arrived: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(slots=True)

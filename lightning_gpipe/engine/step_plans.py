@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.schedule.actions import Schedule
 
 #: Makes a schedule for M micro-batches, with backwards or without, some of them new.
@@ -27,13 +27,13 @@ class StepPlans:
     def __init__(self, rank: Rank, make: MakeSchedule, modules: Sequence[nn.Module]) -> None:
         self._rank, self._make = rank, make
         self._synchronized = [m for m in modules if isinstance(m, nn.SyncBatchNorm)]
-        self._made: dict[tuple[int, bool, frozenset[int]], Plan] = {}
+        self._made: dict[tuple[int, bool, frozenset[int]], RankPlan] = {}
 
     def clear(self) -> None:
         """Make schedules anew from now on."""
         self._made.clear()
 
-    def of(self, looks: Sequence[str], known: Container[str], trains: bool) -> Plan:
+    def of(self, looks: Sequence[str], known: Container[str], trains: bool) -> RankPlan:
         """The plan for a mini-batch; collective over the replicas where SyncBatchNorm trains.
 
         Args:
@@ -43,7 +43,7 @@ class StepPlans:
         """
         key = len(looks), trains, self._new(looks, known)
         if key not in self._made:
-            self._made[key] = Plan.of(self._make(*key), self._rank.groups.stage)
+            self._made[key] = RankPlan.of(self._make(*key), self._rank.groups.stage)
         return self._made[key]
 
     def _new(self, looks: Sequence[str], known: Container[str]) -> frozenset[int]:

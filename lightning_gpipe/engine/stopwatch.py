@@ -20,7 +20,7 @@ _Row: TypeAlias = tuple[Action, int, _Mark, _Mark, _Mark, _Mark, float, bool]
 
 
 class Stopwatch:
-    """Measures actions while somebody listens; see :class:`Recording`.
+    """Measures actions while somebody listens; see :class:`ActionRecording`.
 
     What the processor does beside the layers' work counts as a part of an action, but for waits. A
     GPU doesn't wait for it.
@@ -39,7 +39,7 @@ class Stopwatch:
         self._since: _Mark = None
         self._start = self._begin = self._end = None
         self._waited = self._waited_inside = 0.0
-        self.recordings: list[Recording] = []
+        self.recordings: list[ActionRecording] = []
         #: Counts the parts of programs that all ranks of the pipeline run together.
         self.section = 0
         #: Samples of the mini-batch that has begun last.
@@ -101,7 +101,7 @@ def span(name: str, action: Action | None = None) -> AbstractContextManager[Any]
     return profiler.record_function(name if action is None else f"{name} {action!r}")
 
 
-class Recording:
+class ActionRecording:
     """What a stopwatch measures while this is on.
 
     Args:

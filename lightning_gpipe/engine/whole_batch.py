@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
 from lightning_gpipe.engine.overwritten import Overwrites
-from lightning_gpipe.engine.plan import Plan
 from lightning_gpipe.engine.rank import Rank
+from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.steering import Steering
 from lightning_gpipe.engine.stopwatch import span
@@ -46,7 +46,7 @@ class Call:
     """
 
     number: int
-    plan: Plan
+    plan: RankPlan
     batch: MiniBatch
     input_side: BatchInput
     output_side: BatchOutput
@@ -79,7 +79,7 @@ class WholeBatch:
     ) -> None:
         groups = rank.groups
         self._placement = rank.placement
-        self._plans: dict[tuple[bool, int], Plan] = {}
+        self._plans: dict[tuple[bool, int], RankPlan] = {}
         self._groups = groups
         self._control = groups.pipeline
         self._chunks = chunks
@@ -155,7 +155,7 @@ class WholeBatch:
         self._overwrites.mark(call.batch, batch)
         return output.with_leaves(leaves).value()
 
-    def _plan(self, split: Split) -> Plan:
+    def _plan(self, split: Split) -> RankPlan:
         """What this rank does in a call."""
         count, trains = len(split.sizes), torch.is_grad_enabled()
         if (trains, count) not in self._plans:
@@ -163,7 +163,7 @@ class WholeBatch:
                 schedule = fill_drain(self._placement, count, self._checkpoint)
             else:
                 schedule = forward_only(self._placement, count)
-            self._plans[trains, count] = Plan.of(schedule, self._groups.stage)
+            self._plans[trains, count] = RankPlan.of(schedule, self._groups.stage)
         return self._plans[trains, count]
 
     def _begin(self, batch: Tree, split: Split, run_layer: RunLayer) -> Call:

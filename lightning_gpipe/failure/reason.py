@@ -13,7 +13,7 @@ from lightning_gpipe.comm.messages import RemoteError
 #: What ends a run. ``lost``: the connection to another process; ``died``: a process ended without a
 #: word; ``orphan``: the process that started this one is gone; ``stall``: all ranks wait for each
 #: other.
-Kind: TypeAlias = Literal["error", "interrupt", "stall", "died", "sigterm", "orphan", "lost"]
+FailureKind: TypeAlias = Literal["error", "interrupt", "stall", "died", "sigterm", "orphan", "lost"]
 
 NO_RANK = -1
 DIED = "its process died, as when it is killed or the machine is out of memory"
@@ -21,7 +21,7 @@ ORPHAN = "the process that started it is gone"
 
 #: The cause of what happens at the same time comes first: a launcher sends SIGTERM to all others
 #: when it sees that a process died, and a lost connection is the consequence of anything else.
-_ORDER: dict[Kind, int] = {"died": 1, "orphan": 2, "sigterm": 2, "lost": 3}
+_ORDER: dict[FailureKind, int] = {"died": 1, "orphan": 2, "sigterm": 2, "lost": 3}
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|by peer", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[^\n\t -~\u00a0-\U0010ffff]")
 _TEXT = 4000  # characters of an error
@@ -42,10 +42,12 @@ class Failure:
     rank: int
     stage: int
     text: str
-    kind: Kind = "error"
+    kind: FailureKind = "error"
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, stages: int, kind: Kind | None = None) -> Failure:
+    def of(
+        cls, error: BaseException, rank: int, stages: int, kind: FailureKind | None = None
+    ) -> Failure:
         """The failure that an exception on this rank is; of this kind, if the caller knows it."""
         return cls(rank, rank % stages, text_of(error), kind or kind_of(error))
 
@@ -68,7 +70,7 @@ class Failure:
         return f"Rank {self.rank} (stage {self.stage}) failed: {self.text}"
 
 
-def kind_of(error: BaseException) -> Kind:
+def kind_of(error: BaseException) -> FailureKind:
     """What ends a run where this exception arises."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupt"

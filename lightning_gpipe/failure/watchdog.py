@@ -32,7 +32,7 @@ from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.frames import place_of
 from lightning_gpipe.failure.hub import Hub
 from lightning_gpipe.failure.member import Member
-from lightning_gpipe.failure.reason import ORPHAN, Failure, Kind
+from lightning_gpipe.failure.reason import ORPHAN, Failure, FailureKind
 from lightning_gpipe.failure.screen import say
 from lightning_gpipe.failure.stall import Stall
 
@@ -90,7 +90,7 @@ class Watchdog:
 
     # ------------------------------------------------------------------ the main thread's side
 
-    def report(self, error: BaseException, kind: Kind | None = None) -> Failure:
+    def report(self, error: BaseException, kind: FailureKind | None = None) -> Failure:
         """Tell all processes of an error, and wait until they know.
 
         Args:

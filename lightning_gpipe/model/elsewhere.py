@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.model.arithmetic import DIVIDE, MULTIPLY
 from lightning_gpipe.model.remote import METADATA, tensors_given, tensors_in
 from lightning_gpipe.tensors import strides
 
@@ -195,7 +196,7 @@ _RANDOM = re.compile(
 #: Makes a tensor of the same shape.
 _LIKE = {"empty_like", "full_like", "ones_like", "zeros_like"}
 #: What may scale a tensor of no dimensions, which else can't be told from a loss or a metric.
-_SCALING = {"mul", "div", "true_divide", "__mul__", "__rmul__", "__truediv__"}
+_SCALING = MULTIPLY | DIVIDE
 
 
 _WRITING_OPERATORS = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.model.arithmetic import ADD, DIVIDE, MULTIPLY, NEGATE, SUBTRACT
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import origin_of
 
@@ -15,11 +16,8 @@ MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16"}
 _SAME |= {"as_tensor", "asarray", "cpu", "cuda", "reshape", "squeeze", "view"}
 _PARTS = {"__getitem__", "flatten", "select", "sum", "unbind"}
-_SUMS = {"add", "sub", "subtract", "__add__", "__radd__", "__sub__", "__rsub__"}
-_SUMS |= {"__iadd__", "__isub__", "add_", "sub_"}
-_MULTIPLES = {"mul", "multiply", "div", "divide", "true_divide", "neg", "negative"}
-_MULTIPLES |= {"__mul__", "__rmul__", "__truediv__", "__neg__"}
-_MULTIPLES |= {"__imul__", "__itruediv__", "mul_", "div_"}
+_SUMS = ADD | SUBTRACT
+_MULTIPLES = MULTIPLY | DIVIDE | NEGATE
 
 
 def is_mean(ran: Ran) -> bool:

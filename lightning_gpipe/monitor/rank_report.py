@@ -11,7 +11,7 @@ from lightning_gpipe.schedule.actions import Op, Program
 from lightning_gpipe.schedule.measured import Measured, durations
 
 
-class Ran(NamedTuple):
+class RanBatch(NamedTuple):
     """A mini-batch that has run.
 
     Args:
@@ -69,7 +69,7 @@ class RankReport:
     peak_bytes: int = 0
 
 
-def by_batch(measured: Iterable[Measured], ran: Sequence[Ran]) -> list[list[Measured]]:
+def by_batch(measured: Iterable[Measured], ran: Sequence[RanBatch]) -> list[list[Measured]]:
     """Which of the actions ran in which mini-batch."""
     place = {section: b for b, one in enumerate(ran) for section in one.sections}
     found: list[list[Measured]] = [[] for _ in ran]
@@ -79,7 +79,7 @@ def by_batch(measured: Iterable[Measured], ran: Sequence[Ran]) -> list[list[Meas
     return found
 
 
-def batch_of(measured: Sequence[Measured], ran: Ran, offset_s: float) -> Batch:
+def batch_of(measured: Sequence[Measured], ran: RanBatch, offset_s: float) -> Batch:
     """What a rank did with a mini-batch.
 
     Args:
@@ -106,7 +106,7 @@ def batch_of(measured: Sequence[Measured], ran: Ran, offset_s: float) -> Batch:
 
 
 def with_batches(
-    before: RankReport, rows: Sequence[Sequence[Measured]], ran: Sequence[Ran], offset_s: float
+    before: RankReport, rows: Sequence[Sequence[Measured]], ran: Sequence[RanBatch], offset_s: float
 ) -> RankReport:
     """What a rank tells, with some mini-batches more.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.rank import Rank
-from lightning_gpipe.engine.stopwatch import Recording
+from lightning_gpipe.engine.stopwatch import ActionRecording
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.measured import durations
@@ -29,7 +29,7 @@ class Measuring:
         self._rank, self._schedules, self._groups = rank, schedules, groups
         self._is_wanted = schedules.depends_on_costs and groups.stages > 1
         self._mini_batches = 0
-        self._recording = Recording(rank.executor.watch)
+        self._recording = ActionRecording(rank.executor.watch)
 
     def end_mini_batch(self, steps: PerMicroBatch) -> None:
         """End a mini-batch that has trained. Collective over all ranks, once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_gpipe.plan.memory import LayerMemory
@@ -64,75 +64,64 @@ class Repeated:
         behind = range(self.start + self.count * self.length, layers)
         return [*range(self.start), *first, *again * (count - 1), *behind]
 
-    def repeated(self, layers: Sequence[LayerMemory], count: int) -> tuple[LayerMemory, ...]:
-        """What the layers hold, if the block came so often.
-
-        Every block but the first holds what the second does, in memory of its own; but what all
-        blocks share, they share.
-
-        Args:
-            layers: What they hold.
-            count: From 1.
-        """
-        end = self.start + self.count * self.length
-        first, second = self._block(layers, 0), self._block(layers, 1)
-        blocks, fresh = [first], _Fresh()
-        links = _links(second, first)
-        while len(blocks) < count:
-            blocks.append(fresh.copy(second, links, blocks[-1], first))
-        links = _links(layers[end:], self._block(layers, self.count - 1))
-        before = _numbers(blocks[-1])
-        linked = {number: before[place] for number, place in links.items()}
-        behind = [
-            replace(layer, saved={linked.get(n, n): size for n, size in layer.saved.items()})
-            for layer in layers[end:]
-        ]
-        inside = [layer for block in blocks for layer in block]
-        return (*layers[: self.start], *inside, *behind)
-
-    def _block(self, layers: Sequence[LayerMemory], index: int) -> Sequence[LayerMemory]:
+    def block(self, layers: Sequence[LayerMemory], index: int) -> Sequence[LayerMemory]:
+        """The layers of one of the blocks."""
         start = self.start + index * self.length
         return layers[start : start + self.length]
 
 
-@dataclass(slots=True)
-class _Fresh:
-    """Makes copies of blocks, with numbers that nothing else has."""
+class Deeper:
+    """A model whose repeated block comes another number of times.
 
-    last: int = 0
+    Every block but the first holds what the second does, in memory of its own; but what all blocks
+    share, they share.
 
-    def copy(
-        self,
-        block: Sequence[LayerMemory],
-        links: Mapping[int, int],
-        previous: Sequence[LayerMemory],
-        first: Sequence[LayerMemory],
-    ) -> list[LayerMemory]:
-        """A copy of a block behind another one.
+    Args:
+        repeated: The block.
+        layers: What the model's layers hold.
+    """
 
-        Args:
-            block: What is copied.
-            links: For a number that the block before it has, too, the place there.
-            previous: The block that comes before the copy.
-            first: The block before the copied one; what stands in both is shared by all.
-        """
-        before = _numbers(previous)
-        numbers = {number: before[place] for number, place in links.items()}
-        common = {tensor.key for layer in first for tensor in layer.tensors}
+    def __init__(self, repeated: Repeated, layers: Sequence[LayerMemory]) -> None:
+        end = repeated.start + repeated.count * repeated.length
+        self._before, self._behind = layers[: repeated.start], layers[end:]
+        self._first, self._second = repeated.block(layers, 0), repeated.block(layers, 1)
+        self._links = _links(self._second, self._first)
+        self._links_behind = _links(self._behind, repeated.block(layers, repeated.count - 1))
+        self._common = {tensor.key for layer in self._first for tensor in layer.tensors}
+        self._blocks, self._last = [self._first], 0
+
+    def layers(self, count: int) -> tuple[LayerMemory, ...]:
+        """What the layers hold, if the block came so often, once at least."""
+        blocks = self._blocks  # those that were made for fewer are the first ones of more
+        while len(blocks) < count:
+            blocks.append(self._behind_another(blocks[-1]))
+        before = _numbers(blocks[count - 1])
+        linked = {number: before[place] for number, place in self._links_behind.items()}
+        behind = [
+            replace(layer, saved={linked.get(n, n): size for n, size in layer.saved.items()})
+            for layer in self._behind
+        ]
+        inside = [layer for block in blocks[:count] for layer in block]
+        return (*self._before, *inside, *behind)
+
+    def _behind_another(self, block: Sequence[LayerMemory]) -> Sequence[LayerMemory]:
+        """A copy of the second block behind another one, with numbers that nothing else has."""
+        before = _numbers(block)
+        numbers = {number: before[place] for number, place in self._links.items()}
         keys: dict[int, int] = {}
         copies = []
-        for layer in block:
+        for layer in self._second:
             saved = {numbers.setdefault(n, self._new()): b for n, b in layer.saved.items()}
             tensors = tuple(
-                t if t.key in common else replace(t, key=keys.setdefault(t.key, self._new()))
+                t if t.key in self._common else replace(t, key=keys.setdefault(t.key, self._new()))
                 for t in layer.tensors
             )
             copies.append(replace(layer, saved=saved, tensors=tensors))
         return copies
 
     def _new(self) -> int:
-        self.last -= 1  # others are from 0
-        return self.last
+        self._last -= 1  # others are from 0
+        return self._last
 
 
 def deepest(block: Repeated, fits: Callable[[int], bool]) -> int | None:

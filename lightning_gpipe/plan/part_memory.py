@@ -41,11 +41,12 @@ class PartMemory:
     def of(cls, layers: Sequence[LayerMemory]) -> PartMemory:
         """What layers hold that one stage has."""
         saved: dict[int, int] = {}
-        backward = 0
+        graph = backward = 0
         for layer in layers:  # a backward has let go of the graphs of the layers behind it
+            graph += sum(size - saved.get(number, 0) for number, size in layer.saved.items())
             saved |= layer.saved
             more = layer.last_backward if layer is layers[-1] else layer.backward
-            backward = max(backward, sum(saved.values()) + more)
+            backward = max(backward, graph + more)
         first_half = arriving = 0
         behind: dict[int, int] = {}
         for layer in reversed(layers):
@@ -59,7 +60,7 @@ class PartMemory:
             layers[0].input,
             layers[-1].output,
             layers[-1].output.nbytes - layers[-1].output_saved,
-            sum(saved.values()),
+            graph,
             backward,
             layers[0].input.nbytes + max(inside),
             first_half,

@@ -22,7 +22,7 @@ from lightning_gpipe.plan.chunks import (
     more_chunks,
 )
 from lightning_gpipe.plan.cost import LayerCost
-from lightning_gpipe.plan.depth import Repeated, deepest
+from lightning_gpipe.plan.depth import Deeper, Repeated, deepest
 from lightning_gpipe.plan.fitting import Fitted, Fitting
 from lightning_gpipe.plan.memory import micro_batch_of
 from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory
@@ -201,12 +201,13 @@ class Planner:
         if limit is None or settings.sizes is not None or block is None:
             return plan
         layers, least = len(self.layers), int(settings.stages) * settings.virtual_stages
+        deeper = Deeper(block, memory.layers)
 
         def fits(count: int) -> bool:
             order = block.order(layers, count)
             if len(order) < least:  # there is no such cut, but it would be a smaller model
                 return True
-            deep = replace(memory, layers=block.repeated(memory.layers, count))
+            deep = replace(memory, layers=deeper.layers(count))
             fitting = Fitting(
                 shares.picked(order),
                 lambda _: deep,

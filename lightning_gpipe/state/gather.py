@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.comm.messages import Kind, ObjectChannel
+from lightning_gpipe.comm.messages import MessageKind, ObjectChannel
 from lightning_gpipe.model.elsewhere import Holder, is_elsewhere
 from lightning_gpipe.model.parameters import Slot, outside_tensors, outside_to
 from lightning_gpipe.state.placement import Placement
@@ -210,7 +210,7 @@ def share_over_replicas(slots: Sequence[Slot], groups: Groups) -> None:
     groups.siblings.flush()
 
 
-def to_first(channel: ObjectChannel, kind: Kind, owner: int, value: Any) -> Any:
+def to_first(channel: ObjectChannel, kind: MessageKind, owner: int, value: Any) -> Any:
     """Move a value from a member to the first one's host memory; others keep theirs.
 
     Collective over the first member and the one that holds the value.

@@ -33,7 +33,7 @@ from lightning_gpipe.state.sharded import LAST, OWN, REST, TABLE, names_in, remo
 LOCAL = LocalFileSystem()
 _T = TypeVar("_T")
 #: Where a value stands in a checkpoint: the keys that lead to it.
-Place: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Part:
         self, checkpoint: Mapping[str, Any], share: Share, group: dist.ProcessGroup | None
     ) -> None:
         self.group = group
-        self.values: dict[Place, Any] = {}
+        self.values: dict[KeyPath, Any] = {}
         self.expected: list[str] = []  # what the ranks must write together
         states = checkpoint.get("optimizer_states")
         self._table: dict[str, Any] = {
@@ -113,7 +113,7 @@ class Part:
         }
         return copied
 
-    def _rest(self, value: Mapping[Any, Any], place: Place, share: Share) -> dict[Any, Any]:
+    def _rest(self, value: Mapping[Any, Any], place: KeyPath, share: Share) -> dict[Any, Any]:
         """What isn't spread over ranks: all but state dicts of the module or its copies."""
         rest: dict[Any, Any] = {}
         for key, entry in value.items():
@@ -142,7 +142,7 @@ def _is_state_dict(value: Mapping[Any, Any], keys: frozenset[str]) -> bool:
 
 def _optimizer_values(
     number: int, state: Mapping[str, Any], names: Sequence[str], is_first: bool
-) -> Iterator[tuple[Place, Any]]:
+) -> Iterator[tuple[KeyPath, Any]]:
     """What stands in an optimizer's state dict, with names in the place of indices."""
     root = f"optimizer_{number}"
 
@@ -293,7 +293,7 @@ def _write_values(part: Part, folder: str) -> Metadata:
 class _SavePlanner(DefaultSavePlanner):
     """Writes values as they are; PyTorch's own takes dicts among them apart, and loses some."""
 
-    def __init__(self, values: Mapping[Place, Any]) -> None:
+    def __init__(self, values: Mapping[KeyPath, Any]) -> None:
         super().__init__()
         self._places = {".".join(map(str, place)): place for place in values}
         self._values = {name: values[place] for name, place in self._places.items()}

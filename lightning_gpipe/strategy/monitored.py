@@ -15,10 +15,10 @@ import torch
 
 from lightning_gpipe.comm.clock import SharedClock
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.engine.stopwatch import Recording, Stopwatch
+from lightning_gpipe.engine.stopwatch import ActionRecording, Stopwatch
 from lightning_gpipe.monitor.figures import Figures, figures
 from lightning_gpipe.monitor.hints import Facts
-from lightning_gpipe.monitor.rank_report import Ran, RankReport, by_batch, with_batches
+from lightning_gpipe.monitor.rank_report import RanBatch, RankReport, by_batch, with_batches
 from lightning_gpipe.monitor.trace import Timeline
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.plan.report import outside_share
@@ -46,13 +46,13 @@ class Monitored:
         self, watch: Stopwatch, pipeline: PipelinedModule, groups: Groups, settings: Settings
     ) -> None:
         self._watch, self._pipeline, self._groups = watch, pipeline, groups
-        self._settings, self._recording = settings, Recording(watch)
+        self._settings, self._recording = settings, ActionRecording(watch)
         self._clock = SharedClock(groups)
         self._message_s: float | None = None
         self.total: Figures | None = None
         self._since: float | None = None
         self._first_section, self._most_samples = 0, 0
-        self._ran: list[Ran] = []
+        self._ran: list[RanBatch] = []
         self._step_began = 0  # the place of its first mini-batch
         self._own = RankReport()
         self._offset_s = 0.0
@@ -87,7 +87,7 @@ class Monitored:
         sections = range(self._first_section, self._watch.section + 1)
         self._since, samples = now, self._watch.samples
         self._most_samples = max(self._most_samples, samples)  # an epoch's last has fewer
-        self._ran.append(Ran(sections, before, now, samples))
+        self._ran.append(RanBatch(sections, before, now, samples))
 
     def end_step(self, is_wanted: bool) -> None:
         """End a step, of one mini-batch or several.

@@ -34,7 +34,7 @@ from lightning_gpipe.strategy.checkpoint_io import refuse_for_parts, with_whole_
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
 from lightning_gpipe.strategy.places import PlacedStrategy
-from lightning_gpipe.strategy.world import Connection, World
+from lightning_gpipe.strategy.world import Rendezvous, World
 
 _T = TypeVar("_T")
 _LONGEST_TIMEOUT = timedelta(days=36500)  # clocks count nanoseconds in 64 bits
@@ -112,7 +112,7 @@ class ProcessesStrategy(PlacedStrategy):
         self.set_world_ranks()
         self._world = World(
             self._layout,
-            Connection(
+            Rendezvous(
                 self._environment,
                 self.root_device,
                 self._backend,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad  # not what stands in its place while a model trains
 
+from lightning_gpipe.model.arithmetic import DIVIDE
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import tensors_given, tensors_in
@@ -41,7 +42,6 @@ from lightning_gpipe.strategy.summands import size_of
 from lightning_gpipe.tensors.default_type import default_dtype
 from lightning_gpipe.tensors.random_state import seed_torch
 
-_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
 _LOW = {torch.float16, torch.bfloat16}
 _RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
@@ -373,7 +373,7 @@ def _counts_of(
         return given[0].counts if given[0] is not None else None
     found = []
     for run in runs:
-        if run.name in _QUOTIENTS and len(run.args) == 2:
+        if run.name in DIVIDE and len(run.args) == 2:
             count = run.args[1]
         else:
             count = count_of(trace, run) if is_mean(run) else None

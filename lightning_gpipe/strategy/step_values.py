@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_gpipe.comm.looks import is_due
+from lightning_gpipe.model.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT
+from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_known_mean, is_linear, is_mean
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import origin_of, tensors_in
@@ -55,19 +57,16 @@ _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nan
 _OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
 _OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
-_QUOTIENTS = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
-_PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_"}
 _COPIES = {"clone", "detach"}
 #: What changes a scalar in place, and what gives the same.
 _IN_PLACE = {
-    **dict.fromkeys(("__iadd__", "add_"), torch.add),
-    **dict.fromkeys(("__isub__", "sub_"), torch.sub),
-    **dict.fromkeys(("__imul__", "mul_"), torch.mul),
-    **dict.fromkeys(("__itruediv__", "div_"), torch.div),
+    **dict.fromkeys(filter(writes, ADD), torch.add),
+    **dict.fromkeys(filter(writes, SUBTRACT), torch.sub),
+    **dict.fromkeys(filter(writes, MULTIPLY), torch.mul),
+    **dict.fromkeys(filter(writes, DIVIDE), torch.div),
 }
 #: Functions that put together, or add up, what was computed of samples one by one.
 _TOGETHER = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
-_SUMS = {"__add__", "__iadd__", "__radd__", "add", "add_"}
 
 
 class StepValues:
@@ -118,7 +117,7 @@ class StepValues:
         if not known and (not means or _may_be_mean(ran.result)):  # as of most functions
             if isinstance(ran.result, Tensor):
                 found = self._reduced(trace, ran, ran.result)
-                if found is None and name in _QUOTIENTS and not is_known_mean(ran.result):
+                if found is None and name in DIVIDE and not is_known_mean(ran.result):
                     found = self._quotient(trace, ran, {})
                 self._note(ran.result, found)
             return
@@ -136,10 +135,10 @@ class StepValues:
         elif is_changed:
             self._forget(self._known)
         if others and not is_of_metrics:
-            if name in _PRODUCTS and any(type(v) in (int, float) and not v for v in ran.args):
+            if name in MULTIPLY and any(type(v) in (int, float) and not v for v in ran.args):
                 return  # nothing is left of it
             is_whole = len(known) == len(given)
-            quotient = self._quotient(trace, ran, recipes) if name in _QUOTIENTS else None
+            quotient = self._quotient(trace, ran, recipes) if name in DIVIDE else None
             keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             recipe: Recipe = quotient or Other(tuple(pairs), keeps)
@@ -178,7 +177,7 @@ class StepValues:
         of_one = sum(map(self._is_of_one, ran.given)) if self._of_one else 0
         if not of_one and not takes_one(ran, self.samples):
             return False
-        if ran.name not in _TOGETHER and (ran.name not in _SUMS or of_one < 2):
+        if ran.name not in _TOGETHER and (ran.name not in ADD or of_one < 2):
             self._of_one.update((id(tensor), weakref.ref(tensor)) for tensor in ran.made)
         return True
 

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_gpipe.model.arithmetic import ADD, DIVIDE, MULTIPLY, NEGATE, SUBTRACT
 from lightning_gpipe.model.ran import Ran
 
 _REDUCTIONS = {"mean", "nanmean", "nansum", "sum"}
-_SAME = {"clone", "contiguous", "detach", "neg", "negative", "__neg__", "double", "float", "to"}
+_SAME = {"clone", "contiguous", "detach", "double", "float", "to"} | NEGATE
 #: Functions that put numbers elsewhere.
 _PLACES = {"__getitem__", "cat", "flatten", "reshape", "squeeze", "stack", "unsqueeze", "view"}
-_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "sub", "subtract", "rsub"), torch.add),
-    **dict.fromkeys(("mul", "multiply"), torch.mul),
-    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), torch.div),
+#: What gives the size of the summands of two numbers.
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(ADD | SUBTRACT, torch.add),
+    **dict.fromkeys(MULTIPLY, torch.mul),
+    **dict.fromkeys(DIVIDE, torch.div),
 }
 
 
@@ -38,9 +40,7 @@ def size_of(ran: Ran, find: Callable[[Tensor], tuple[Tensor, Tensor | None]]) ->
         A tensor of the shape of what it has made; None: they aren't larger than that, or it isn't
         known.
     """
-    name = ran.name.strip("_")
-    plain = _WRITTEN_OUT.get(name.removeprefix("r") if name not in _WRITTEN_OUT else name)
-    plain = plain or _WRITTEN_OUT.get(name.removeprefix("i"))
+    plain = _OF_SIZES.get(ran.name)
     is_known = plain is not None or ran.name in _SAME | _PLACES
     if ran.name not in _REDUCTIONS and not (
         is_known and any(find(tensor)[1] is not None for tensor in ran.given)

@@ -26,7 +26,7 @@ from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.comm.nearby import Nearby
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.failure.reason import Failure, Kind, text_of
+from lightning_gpipe.failure.reason import Failure, FailureKind, text_of
 from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.strategy import _lightning, collectives
@@ -106,7 +106,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class Rendezvous:
     """How processes find and wait for each other.
 
     Args:
@@ -152,7 +152,7 @@ class World:
 
     Args:
         layout: This process's place.
-        connection: How the processes find each other.
+        rendezvous: How the processes find each other.
         is_interrupted: Whether the run has failed, so that nobody can be waited for.
         pass_on: Sends a signal to the processes that this one has started.
     """
@@ -160,18 +160,18 @@ class World:
     def __init__(
         self,
         layout: Layout,
-        connection: Connection,
+        rendezvous: Rendezvous,
         is_interrupted: Callable[[], bool],
         pass_on: Callable[[int], object],
     ) -> None:
         layout.check()
-        self._layout, self._connection = layout, connection
+        self._layout, self._rendezvous = layout, rendezvous
         self._is_interrupted = is_interrupted
         self._watchdog: Watchdog | None = None
         self._abortable: list[Any] = []
-        backend, device = connection.backend_name(), connection.device
-        with connection.expected():
-            join_world(connection.environment, backend, connection.timeout, device)
+        backend, device = rendezvous.backend_name(), rendezvous.device
+        with rendezvous.expected():
+            join_world(rendezvous.environment, backend, rendezvous.timeout, device)
             self._abortable.append(dist.group.WORLD)
             if layout.world_size > 1:
                 self._watchdog = self._watch()
@@ -181,7 +181,7 @@ class World:
                     layout.virtual_stages,
                     backend,
                     device,
-                    connection.timeout,
+                    rendezvous.timeout,
                     layout.joins_ends,
                     layout.writes_together,
                 )
@@ -193,7 +193,7 @@ class World:
         self.trial = Trial(self.groups.pipeline)
         self.generators = SharedGenerators(self.groups.pipeline)
         self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
-        environment, self._requeue = connection.environment, None
+        environment, self._requeue = rendezvous.environment, None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
         self._on_interrupt: SaveOnInterrupt | None = None
@@ -247,7 +247,7 @@ class World:
         Returns:
             The first failure of the run; None if nobody can tell.
         """
-        kind: Kind | None = "sigterm" if isinstance(error, SIGTERMException) else None
+        kind: FailureKind | None = "sigterm" if isinstance(error, SIGTERMException) else None
         return self._watchdog.report(error, kind) if self._watchdog is not None else None
 
     @contextmanager
@@ -271,7 +271,7 @@ class World:
 
     def prepare_last_word(self, error: BaseException, failure: Failure) -> None:
         """Let the process end with the first failure of the run, when all have ended."""
-        wait = partial(wait_for_children, self._connection.deadlines.grace_s)
+        wait = partial(wait_for_children, self._rendezvous.deadlines.grace_s)
         LastWord.install(error, failure, self.rank, wait)
 
     @property
@@ -323,16 +323,16 @@ class World:
             interrupt.run(trainer)
 
     def _watch(self) -> Watchdog:
-        layout, connection = self._layout, self._connection
+        layout, rendezvous = self._layout, self._rendezvous
         return Watchdog(
             layout.rank,
             layout.stages,
             layout.world_size,
-            connection.environment.main_address,
+            rendezvous.environment.main_address,
             collectives.broadcast,
             self._abort,
-            connection.device.type == "cpu",
-            connection.deadlines,
+            rendezvous.device.type == "cpu",
+            rendezvous.deadlines,
         )
 
     def _leave(self) -> None:
@@ -354,7 +354,7 @@ class World:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(self._connection.deadlines.grace_s)
+            thread.join(self._rendezvous.deadlines.grace_s)
 
 
 def _abort(group: Any) -> None:

@@ -12,7 +12,7 @@ from lightning_gpipe.schedule.simulate import leads, receives
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """A rank's part of a schedule.
 
     Args:
@@ -48,7 +48,7 @@ class Plan:
         return kept_graphs(self.program)
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> Plan:
+    def of(cls, schedule: Schedule, rank: int) -> RankPlan:
         """A rank's part of a schedule.
 
         Raises:
