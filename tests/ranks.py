@@ -300,6 +300,8 @@ def _call(function: Callable[..., Any], args: Any, world: _World) -> _Answer:
 def _become(rank: int, world_size: int) -> None:
     """Look like a process of a cluster, and end with the tests, whatever this one waits for."""
     threading.Thread(target=_end_with_tests, name="tests-ended", daemon=True).start()
+    # a loader's workers are forked, not by a server of their own that imports everything once more
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     os.environ.update(
         LOCAL_RANK=str(rank),
