@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_gpipe import Blocks, GPipeStrategy
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.per_sample import PerSample
+from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.tree import Tree
 from tests import models
 from tests.ranks import RankError, run_ranks
@@ -61,6 +63,41 @@ def test_the_layers_tell_what_is_split(
     function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: list[int]
 ) -> None:
     assert whole(function, *shapes) == expected
+
+
+RUNS = itertools.count()
+
+
+class Counted(nn.Module):
+    """Hands a mask on, and gives a scalar: a sum of the batch, or a number of layers."""
+
+    def __init__(self, is_of_batch: bool) -> None:
+        super().__init__()
+        self.linear, self.is_of_batch = nn.Linear(4, 4), is_of_batch
+
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, mask, scalar = value
+        next(RUNS)
+        x = self.linear(x) + mask
+        return x, mask, scalar + (x.sum() if self.is_of_batch else 1)
+
+
+@pytest.mark.parametrize("is_of_batch", [True, False])
+def test_of_layers_that_do_the_same_few_run(is_of_batch: bool) -> None:
+    """Where a layer hasn't run, it is known all the same what comes of the batch."""
+    batch = Tree.of((torch.zeros(N, N, 4), torch.zeros(N, 4), torch.zeros(())), "The input")
+    split, runs = Split.plan(batch, 2, {1}), []
+    for count in (4, 30):
+        before = next(RUNS)
+        per_sample = PerSample([Counted(is_of_batch) for _ in range(count)], 2, nullcontext)
+        assert per_sample.whole(batch, run_layer) == {1}
+        outline = per_sample.outline(batch, run_layer, split)
+        assert outline is not None
+        assert [t.shape[1:] for t in outline.outputs[0].tensors()] == [(N, 4), (4,), ()]
+        assert outline.alike == (False, True, not is_of_batch)
+        runs.append(next(RUNS) - before - 1)
+    others = 0 if is_of_batch else 2 * 26  # what may come out otherwise in each layer is followed
+    assert 0 < runs[0] == runs[1] - others
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ class Origins(TorchFunctionMode):
         """Whether a tensor's values depend on the batch's."""
         return id(tensor) in self._of_batch
 
+    def add_to_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for such that depend on the batch."""
+        self._alive.append([*tensors])
+        self._of_batch.update(map(id, self._alive[-1]))
+
     def recipe(self, tensor: Tensor) -> int:
         """Stands for the operations that made a tensor, and the numbers that they were given."""
         return self._recipes.get(id(tensor), 0)

@@ -8,8 +8,9 @@ tensor of that many entries or the one of T, not both. Where they take both, nob
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
 from lightning_gpipe.tensors.random_state import preserved
@@ -136,9 +138,18 @@ class PerSample:
         ]
         value = batch.with_leaves(leaves).value()
         origins = Origins(itertools.compress(leaves, split.split_leaves))
+        known = dict[Hashable, _Shown]()
         with state_kept_in_pass(self._layers), origins:
             for index, layer in enumerate(self._layers):
+                given = Tree.of(value, "A layer's input")
+                look = signature(layer, run_layer, index, given)
+                key = look, tuple(origins.is_of_batch(leaf) for leaf in given.leaves)
+                if look is not None and key in known:
+                    value = known[key].again(given, origins)
+                    continue
                 value = run_layer_on_meta(layer, run_layer, index, value)
+                shown = _Shown.of(given, Tree.of(value, "A layer's output"), origins)
+                known.update({key: shown} if shown is not None else {})
         output = Tree.of(value, "The backbone's output")
         tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in output.leaves)
         return output.detached(), [
@@ -242,7 +253,7 @@ class _Trials:
         given = self._input(whole, self._others[0])
         origins = Origins([given.leaves[self._first]], [given.leaves[i] for i in leaves])
         with origins:
-            self._run(given)
+            self._run(given, is_followed=True)
         return origins.met
 
     def _input(self, whole: Leaves, samples: int) -> Tree:
@@ -260,14 +271,28 @@ class _Trials:
             )
         return self._batch.with_leaves(leaves)
 
-    def _run(self, given: Tree) -> list[torch.Size]:
-        """Run the layers; returns the shapes of all that they return, but for their first."""
-        value, shapes = given.value(), []
+    def _run(self, given: Tree, is_followed: bool = False) -> list[torch.Size]:
+        """Run the layers, of those that do the same one, unless their operations are followed.
+
+        Returns:
+            The shapes of all that they return, but for their first dimensions.
+        """
+        value, shapes, known = given.value(), [], dict[Hashable, Tree]()
         with state_kept_in_pass(self._layers), torch.no_grad():
             for index, layer in enumerate(self._layers):
                 _refuse_time_first(index, layer, value)
-                value = run_layer_on_meta(layer, self._run_layer, index, value)
-                shapes += [t.shape[1:] for t in tree_tensors(value)]
+                look = None
+                if not is_followed:
+                    given = Tree.of(value, "A layer's input")
+                    look = signature(layer, self._run_layer, index, given)
+                if look is None or look not in known:
+                    value = run_layer_on_meta(layer, self._run_layer, index, value)
+                    output = Tree.of(value, "A layer's output")
+                    known.update({look: output.mapped(to_meta_leaf)} if look is not None else {})
+                else:
+                    output = known[look]
+                    value = output.mapped(to_meta_leaf).value()
+                shapes += [t.shape[1:] for t in output.tensors()]
         return shapes
 
     def _cannot_tell(self, i: int) -> ValueError:
@@ -280,6 +305,40 @@ class _Trials:
             f" each sample, choose a batch size that is no other dimension's ({n} here), and"
             " compute outside the backbone what mixes samples with each other."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a layer has returned, for others that do the same.
+
+    Args:
+        output: Tensors that look as those do.
+        passed: For each leaf of the output its place in the input, if it was handed through.
+    """
+
+    output: Tree
+    passed: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, given: Tree, output: Tree, origins: Origins) -> _Shown | None:
+        """What it has returned; None: something that is neither of the batch nor of its input."""
+        passed: list[int | None] = []
+        for leaf in output.leaves:
+            places = (i for i, other in enumerate(given.leaves) if other is leaf)
+            passed.append(next(places, None) if isinstance(leaf, Tensor) else None)
+            if isinstance(leaf, Tensor) and passed[-1] is None and not origins.is_of_batch(leaf):
+                return None
+        return cls(output.mapped(to_meta_leaf), tuple(passed))
+
+    def again(self, given: Tree, origins: Origins) -> Any:
+        """What another layer returns of its input."""
+        fresh = self.output.mapped(to_meta_leaf)
+        origins.add_to_batch(fresh.tensors())
+        leaves = [
+            leaf if through is None else given.leaves[through]
+            for leaf, through in zip(fresh.leaves, self.passed, strict=True)
+        ]
+        return self.output.with_leaves(leaves).value()
 
 
 def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:
