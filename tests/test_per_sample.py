@@ -100,6 +100,26 @@ def test_of_layers_that_do_the_same_few_run(is_of_batch: bool) -> None:
     assert 0 < runs[0] == runs[1] - others
 
 
+class Hidden:
+    """What can't be sent to another stage."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_layers_of_a_stage_may_hand_anything_on() -> None:
+    layers = [Layer(lambda x, _: Hidden(x * 2)), Takes(), Layer(lambda x, y: (x, y))]
+    batch = Tree.of((torch.zeros(N, 4), torch.zeros(N, 4)), "The input")
+    per_sample = PerSample(layers, 2, nullcontext)
+    assert per_sample.whole(batch, run_layer) == set()
+    assert per_sample.outline(batch, run_layer, Split.plan(batch, 2)) is not None
+
+
+class Takes(nn.Module):
+    def forward(self, value: Hidden) -> tuple[Tensor, Tensor]:
+        return value.x + 1, value.x
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [

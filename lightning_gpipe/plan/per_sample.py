@@ -141,18 +141,22 @@ class PerSample:
         known = dict[Hashable, _Shown]()
         with state_kept_in_pass(self._layers), origins:
             for index, layer in enumerate(self._layers):
-                given = Tree.of(value, "A layer's input")
-                look = signature(layer, run_layer, index, given)
+                given = _tree_of(value)
+                look = None if given is None else signature(layer, run_layer, index, given)
+                if given is None or look is None:
+                    value = run_layer_on_meta(layer, run_layer, index, value)
+                    continue
                 key = look, tuple(origins.is_of_batch(leaf) for leaf in given.leaves)
-                if look is not None and key in known:
+                if key in known:
                     value = known[key].again(given, origins)
                     continue
                 value = run_layer_on_meta(layer, run_layer, index, value)
-                shown = _Shown.of(given, Tree.of(value, "A layer's output"), origins)
+                output = _tree_of(value)
+                shown = None if output is None else _Shown.of(given, output, origins)
                 known.update({key: shown} if shown is not None else {})
-        output = Tree.of(value, "The backbone's output")
-        tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in output.leaves)
-        return output.detached(), [
+        made = Tree.of(value, "The backbone's output")
+        tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in made.leaves)
+        return made.detached(), [
             None if leaf is None or origins.is_of_batch(leaf) else origins.recipe(leaf)
             for leaf in tensors
         ]
@@ -281,18 +285,16 @@ class _Trials:
         with state_kept_in_pass(self._layers), torch.no_grad():
             for index, layer in enumerate(self._layers):
                 _refuse_time_first(index, layer, value)
-                look = None
-                if not is_followed:
-                    given = Tree.of(value, "A layer's input")
-                    look = signature(layer, self._run_layer, index, given)
-                if look is None or look not in known:
-                    value = run_layer_on_meta(layer, self._run_layer, index, value)
-                    output = Tree.of(value, "A layer's output")
-                    known.update({look: output.mapped(to_meta_leaf)} if look is not None else {})
+                tree = None if is_followed else _tree_of(value)
+                look = None if tree is None else signature(layer, self._run_layer, index, tree)
+                if look is not None and look in known:
+                    value = known[look].mapped(to_meta_leaf).value()
                 else:
-                    output = known[look]
-                    value = output.mapped(to_meta_leaf).value()
-                shapes += [t.shape[1:] for t in output.tensors()]
+                    value = run_layer_on_meta(layer, self._run_layer, index, value)
+                    output = _tree_of(value)
+                    if look is not None and output is not None:
+                        known[look] = output.mapped(to_meta_leaf)
+                shapes += [t.shape[1:] for t in tree_tensors(value)]
         return shapes
 
     def _cannot_tell(self, i: int) -> ValueError:
@@ -339,6 +341,14 @@ class _Shown:
             for leaf, through in zip(fresh.leaves, self.passed, strict=True)
         ]
         return self.output.with_leaves(leaves).value()
+
+
+def _tree_of(value: Any) -> Tree | None:
+    """What a layer hands on; None: the next one of its stage may take it, but none of another."""
+    try:
+        return Tree.of(value, "A layer's output")
+    except TypeError:
+        return None
 
 
 def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:
