@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,47 @@ from torch import Tensor, nn
 from lightning_gpipe.model.loop import LoopProgram
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a layer has returned of its input, for others that do the same.
+
+    Args:
+        output: Tensors that look as those that it returned do.
+        passed: For each leaf of the output its place in the input, if it was handed through.
+    """
+
+    output: Tree
+    passed: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, given: Tree, output: Tree, look: Callable[[Tensor], Tensor]) -> Returned:
+        """What it has returned.
+
+        Args:
+            given: Its input.
+            output: What it returned.
+            look: Makes a tensor that looks as another one does.
+        """
+        places = {id(leaf): i for i, leaf in enumerate(given.leaves) if isinstance(leaf, Tensor)}
+        return cls(output.mapped(look), tuple(places.get(id(leaf)) for leaf in output.leaves))
+
+    def again(self, given: Tree, look: Callable[[Tensor], Tensor]) -> Tree:
+        """What another layer returns of its input.
+
+        Args:
+            given: Its input.
+            look: Makes the tensors that aren't handed through; see :meth:`of`.
+        """
+        leaves = [
+            given.leaves[place]
+            if place is not None
+            else (look(leaf) if isinstance(leaf, Tensor) else leaf)
+            for leaf, place in zip(self.output.leaves, self.passed, strict=True)
+        ]
+        return self.output.with_leaves(leaves)
+
 
 _SEQUENCES = (list, tuple)
 _MAPPINGS = (dict, OrderedDict)

@@ -94,10 +94,12 @@ class Fitting:
         found = at(settings.recomputing)
         if settings.checkpoint != "auto" or memory is None or not found.fits(settings.limit):
             return found
-        least, most = 0, count  # micro-batches that are recomputed: with the most it fits
+        if (kept := at("never")).fits(settings.limit):
+            return kept
+        least, most = 1, count  # micro-batches that are recomputed: with the most it fits
         while least < most:
             middle = (least + most) // 2
-            tried = at(middle or "never")
+            tried = at(middle)
             if tried.fits(settings.limit):
                 found, most = tried, middle
             else:

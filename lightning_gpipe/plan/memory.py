@@ -30,7 +30,7 @@ from lightning_gpipe.model.on_meta import (
     run_layer_on_meta,
 )
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.alike import signature
+from lightning_gpipe.plan.alike import Returned, signature
 from lightning_gpipe.plan.backward_memory import in_backward
 from lightning_gpipe.plan.operations import Operations
 from lightning_gpipe.tensors.microbatch import Split, batch_leaf
@@ -285,14 +285,12 @@ class _Shown:
     """What a layer has shown, for others that do the same.
 
     Args:
-        output: Tensors that look as those that it returned do.
-        passed: For each leaf of the output its place in the input, if it was handed through.
+        returned: What it has returned.
         saved: What it saved: the place of an input, or of an output, or None, and bytes.
         rest: The rest of :class:`LayerMemory`.
     """
 
-    output: Tree
-    passed: tuple[int | None, ...]
+    returned: Returned
     saved: tuple[tuple[int | None, int | None, int], ...]
     rest: _Rest
 
@@ -307,11 +305,9 @@ class _Shown:
                 seen.add(id(storage))
                 inputs.setdefault(watch.known_number(storage), i)
         outputs: dict[int | None, int] = {}
-        passed: list[int | None] = []
-        for i, leaf in enumerate(output.leaves):
-            places = (j for j, other in enumerate(given.leaves) if other is leaf)
-            passed.append(next(places, None) if isinstance(leaf, Tensor) else None)
-            if not isinstance(leaf, Tensor) or passed[-1] is not None:
+        returned = Returned.of(given, output, _look)
+        for i, (leaf, place) in enumerate(zip(output.leaves, returned.passed, strict=True)):
+            if not isinstance(leaf, Tensor) or place is not None:
                 continue
             storage = leaf.untyped_storage()
             fills = leaf.is_contiguous() and storage.nbytes() == leaf.nbytes
@@ -321,7 +317,7 @@ class _Shown:
             outputs.setdefault(watch.known_number(storage), i)
         saved, rest = found
         places_of = tuple((inputs.get(n), outputs.get(n), nbytes) for n, nbytes in saved.items())
-        return cls(output.mapped(_look), tuple(passed), places_of, rest)
+        return cls(returned, places_of, rest)
 
     def again(self, given: Tree, watch: _Watch, place: Pretended) -> tuple[Any, _Found]:
         """What another layer returns, and what is found of it.
@@ -332,21 +328,17 @@ class _Shown:
             place: For which device tensors pass.
         """
         with place.mode:  # copies, because layers may work in place, and not on leaves of the graph
-            fresh = self.output.mapped(Tensor.clone)
-        leaves = [
-            leaf if through is None else given.leaves[through]
-            for leaf, through in zip(fresh.leaves, self.passed, strict=True)
-        ]
+            output = self.returned.again(given, Tensor.clone)
         saved = {}
         for source, target, nbytes in self.saved:
             if source is not None:
                 number = watch.number(given.leaves[source].untyped_storage())
             elif target is not None:
-                number = watch.number(leaves[target].untyped_storage())
+                number = watch.number(output.leaves[target].untyped_storage())
             else:
                 number = watch.new_number()
             saved[number] = nbytes
-        return self.output.with_leaves(leaves).value(), (saved, self.rest)
+        return output.value(), (saved, self.rest)
 
 
 def _look(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.elsewhere import writes
+from lightning_gpipe.model.on_meta import to_meta_leaf
 from lightning_gpipe.tensors.tree import tree_tensors
 
 #: Methods that take from a tensor its type and device, and others that take its shape as well.
@@ -38,10 +39,12 @@ class Origins(TorchFunctionMode):
         """Whether a tensor's values depend on the batch's."""
         return id(tensor) in self._of_batch
 
-    def add_to_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors for such that depend on the batch."""
-        self._alive.append([*tensors])
-        self._of_batch.update(map(id, self._alive[-1]))
+    def another_of_batch(self, tensor: Tensor) -> Tensor:
+        """A tensor that looks as another one does, taken for one that depends on the batch."""
+        made: Tensor = to_meta_leaf(tensor)
+        self._alive.append(made)
+        self._of_batch.add(id(made))
+        return made
 
     def recipe(self, tensor: Tensor) -> int:
         """Stands for the operations that made a tensor, and the numbers that they were given."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.alike import signature
+from lightning_gpipe.plan.alike import Returned, signature
 from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
 from lightning_gpipe.tensors.random_state import preserved
@@ -138,7 +137,7 @@ class PerSample:
         ]
         value = batch.with_leaves(leaves).value()
         origins = Origins(itertools.compress(leaves, split.split_leaves))
-        known = dict[Hashable, _Shown]()
+        known = dict[Hashable, Returned]()
         with state_kept_in_pass(self._layers), origins:
             for index, layer in enumerate(self._layers):
                 given = _tree_of(value)
@@ -148,12 +147,12 @@ class PerSample:
                     continue
                 key = look, tuple(origins.is_of_batch(leaf) for leaf in given.leaves)
                 if key in known:
-                    value = known[key].again(given, origins)
+                    value = known[key].again(given, origins.another_of_batch).value()
                     continue
                 value = run_layer_on_meta(layer, run_layer, index, value)
                 output = _tree_of(value)
-                shown = None if output is None else _Shown.of(given, output, origins)
-                known.update({key: shown} if shown is not None else {})
+                if output is not None and _is_of_batch_or_given(output, given, origins):
+                    known[key] = Returned.of(given, output, to_meta_leaf)
         made = Tree.of(value, "The backbone's output")
         tensors = (leaf if isinstance(leaf, Tensor) else None for leaf in made.leaves)
         return made.detached(), [
@@ -309,46 +308,18 @@ class _Trials:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """What a layer has returned, for others that do the same.
-
-    Args:
-        output: Tensors that look as those do.
-        passed: For each leaf of the output its place in the input, if it was handed through.
-    """
-
-    output: Tree
-    passed: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, given: Tree, output: Tree, origins: Origins) -> _Shown | None:
-        """What it has returned; None: something that is neither of the batch nor of its input."""
-        passed: list[int | None] = []
-        for leaf in output.leaves:
-            places = (i for i, other in enumerate(given.leaves) if other is leaf)
-            passed.append(next(places, None) if isinstance(leaf, Tensor) else None)
-            if isinstance(leaf, Tensor) and passed[-1] is None and not origins.is_of_batch(leaf):
-                return None
-        return cls(output.mapped(to_meta_leaf), tuple(passed))
-
-    def again(self, given: Tree, origins: Origins) -> Any:
-        """What another layer returns of its input."""
-        fresh = self.output.mapped(to_meta_leaf)
-        origins.add_to_batch(fresh.tensors())
-        leaves = [
-            leaf if through is None else given.leaves[through]
-            for leaf, through in zip(fresh.leaves, self.passed, strict=True)
-        ]
-        return self.output.with_leaves(leaves).value()
-
-
 def _tree_of(value: Any) -> Tree | None:
     """What a layer hands on; None: the next one of its stage may take it, but none of another."""
     try:
         return Tree.of(value, "A layer's output")
     except TypeError:
         return None
+
+
+def _is_of_batch_or_given(output: Tree, given: Tree, origins: Origins) -> bool:
+    """Whether all that a layer returned is computed from the batch, or was handed through."""
+    known = {id(tensor) for tensor in given.tensors()}
+    return all(id(t) in known or origins.is_of_batch(t) for t in output.tensors())
 
 
 def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:

@@ -243,8 +243,9 @@ class Planner:
         partition, count = fitted.partition, micro_batches(fitted.chunks, self.sample)
         memory = self._memory(fitted.chunks)
         placement = rounds(partition.count, settings.virtual_stages)
-        schedule = Schedules.unmeasured(settings, partition, replicas).make(count)
-        simulation = simulate(schedule, self._costs_of(partition, fitted.chunks, count))
+        costs = self._costs_of(partition, fitted.chunks, count)  # a run measures them
+        schedules = replace(Schedules.unmeasured(settings, partition, replicas), costs=costs)
+        simulation = simulate(schedules.make(count), costs)
         held = cast(ExpectedMemory, fitted.memory).most  # or it was an error
         rows = zip(partition.stages, held, partition.shares, strict=True)
         seconds = None if self.rate is None else simulation.length / self.rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Literal
 
 from lightning_gpipe.model.partition import Partition
@@ -52,12 +53,16 @@ class Schedules:
     def unmeasured(cls, settings: Settings, partition: Partition, replicas: int) -> Schedules:
         """What makes schedules before anything is measured, by the shares of a cut.
 
+        Shares tell roughly what stages take: they are whole multiples of the middle one here, so
+        that of many cuts that are tried the same schedule isn't searched for each.
+
         Args:
             settings: What the user chose.
             partition: The cut.
             replicas: D.
         """
-        costs = Costs.of([max(share, 1e-3) for share in partition.part_shares])
+        middle = median_low(partition.part_shares) or 1.0
+        costs = Costs.of([max(1.0, round(share / middle)) for share in partition.part_shares])
         return cls(settings, rounds(partition.count, partition.virtual_stages), replicas, costs)
 
     @property

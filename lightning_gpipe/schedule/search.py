@@ -21,6 +21,7 @@ from lightning_gpipe.schedule.simulate import Simulation, peak_graphs, simulate
 
 #: Micro-batches under way on a rank at most, in numbers of ranks.
 _FACTORS = 0.5, 1.0, 1.5, 2.0, math.inf
+_FEW_FACTORS = 1.0, math.inf
 #: What a rank may hold, in shares of the limit.
 _SHARES = 1.0, 0.75, 0.5
 #: How much later messages come now and then than they take, in forwards.
@@ -38,7 +39,7 @@ _TRIED, _FORWARDS = 2, 512
 _WAITING = 3
 
 
-@lru_cache(maxsize=8)  # a plan asks for the same more than once
+@lru_cache(maxsize=32)  # a plan asks for the same with every cut that it tries
 def search(
     placement: tuple[int, ...],
     micro_batches: int,
@@ -84,15 +85,18 @@ def search(
     counts = [placement.count(rank) for rank in range(ranks)]
     tried: set[tuple[object, ...]] = set()
     late = replace(costs, message=costs.message + _LATE * min(costs.forward))
-    # with rounded times what comes almost together does so, and ranks keep in step; nor do they
-    # begin something else in the little time that a message takes
-    for guess, begins, factors in (
-        (costs, split, _FACTORS),
-        (late, split, _FACTORS),
-        (costs.rounded(1), split, _FACTORS),
-        (replace(costs.rounded(4), message=0.0), split, (1.0, math.inf)),
-        (costs, [] if splits_all else [none], (1.0, math.inf)),
-    ):
+    guesses = [(costs, split, _FACTORS), (costs, [] if splits_all else [none], _FEW_FACTORS)]
+    if costs.message or costs != costs.rounded(1):
+        # with rounded times what comes almost together does so, and ranks keep in step; nor do they
+        # begin something else in the little time that a message takes
+        guesses[1:1] = [
+            (late, split, _FACTORS),
+            (costs.rounded(1), split, _FACTORS),
+            (replace(costs.rounded(4), message=0.0), split, _FEW_FACTORS),
+        ]
+    else:  # nothing was measured, and ranks keep in step
+        guesses[0] = costs, split, _FEW_FACTORS
+    for guess, begins, factors in guesses:
         shares = _SHARES if limit < math.inf else (1.0,)
         for begin, factor, share in product(begins, factors, shares):
             slots = _in_parts(share * limit, counts, micro_batches + _WAITING)
