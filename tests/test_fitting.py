@@ -22,6 +22,7 @@ from lightning_gpipe.plan.fitting import Fitting
 from lightning_gpipe.plan.memory import Boundary, HeldTensor, LayerMemory
 from lightning_gpipe.plan.model_memory import ModelMemory
 from lightning_gpipe.plan.plans import Plan
+from lightning_gpipe.schedule.search import search
 from tests.ranks import run_ranks
 from tests.training import train
 
@@ -85,6 +86,54 @@ def test_as_little_is_recomputed_as_fits() -> None:
         assert held[found.settings.checkpoint if chosen is None else chosen] == held[least]  # type: ignore[index]
         before = plan(Deep(8), checkpoint="auto", memory_limit=held[least] - 1)
         assert before.most < held[least] or not before.fits
+
+
+class Alike(L.LightningModule):
+    """Equal layers, whose activations outweigh their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(24))
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_recompute_is_chosen_so_that_a_step_is_short() -> None:
+    """Not at the price of stages that take unequally long. Few schedules are searched for."""
+    with torch.device("meta"):
+        module, batch = Alike(), torch.empty(64, 32, 64)
+
+    def planned(checkpoint: Any, memory: int | None = None) -> Plan:
+        (found,) = (
+            GPipeStrategy(step="micro-batch")
+            .plan(
+                *(module, batch),
+                devices=4,
+                memory=memory,
+                device="cpu",
+                stages=[4],
+                virtual_stages=[1],
+                chunks=[16],
+                checkpoint=[checkpoint],
+            )
+            .all
+        )
+        return found
+
+    limit = (planned("never").most + planned("always").most) // 2
+    search.cache_clear()
+    found = planned("auto", limit)
+    assert search.cache_info().misses <= 16  # of some 80 that are asked for
+    count = int(found.settings.checkpoint)
+    assert found.fits
+    assert found.length == planned(count).length
+    assert planned(count - 1).most > limit
 
 
 def made_up(numbers: random.Random, layers: int) -> ModelMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +15,11 @@ from lightning_gpipe.plan.chunks import micro_batches
 from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory, human_bytes
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
-from lightning_gpipe.schedule.checkpoint import Checkpoint
+from lightning_gpipe.schedule.checkpoint import Checkpoint, recomputed
+from lightning_gpipe.schedule.costs import BACKWARD_RATIO
 
 _TRIES, _MOVES = 3, 16  # cuts that are tried to stay within a limit, and changes of the best
+_HOPE = 2  # how many times as much a change may gain as the one before
 #: Share of a device's memory that stages may fill: the rest is for kernels, and lost in gaps.
 _USABLE = 0.9
 
@@ -63,7 +66,8 @@ class Fitting:
     def fit(self, settings: Settings, chunks: Sequence[int]) -> Fitted:
         """Take the first number of micro-batches with which the stages fit.
 
-        With ``checkpoint="auto"`` as few of them are re-materialized as fit.
+        With ``checkpoint="auto"`` as few of them are re-materialized as fit. Layers move to other
+        stages for that only where the slowest stage then takes less time than with the recompute.
 
         Args:
             settings: What the user chose.
@@ -85,40 +89,48 @@ class Fitting:
     def _with_chunks(self, settings: Settings, chunks: int) -> Fitted:
         memory = self.memory_of(chunks)
         count = micro_batches(chunks, self.sample)
-
-        def at(checkpoint: Checkpoint) -> Fitted:
-            each = replace(settings, checkpoint=checkpoint)
-            partition, expected = self._cut(each, memory, count)
-            return Fitted(partition, chunks, checkpoint, expected)
-
-        found = at(settings.recomputing)
+        each = replace(settings, checkpoint=settings.recomputing)
+        partition, expected = self._cut(each, memory, count)
+        found = Fitted(partition, chunks, each.recomputing, expected)
         if settings.checkpoint != "auto" or memory is None or not found.fits(settings.limit):
             return found
-        if (kept := at("never")).fits(settings.limit):
-            return kept
-        least, most = 1, count  # micro-batches that are recomputed: with the most it fits
-        while least < most:
-            middle = (least + most) // 2
-            tried = at(middle)
-            if tried.fits(settings.limit):
-                found, most = tried, middle
-            else:
-                least = middle + 1
-        return found
+        is_moved = partition != self._balanced(each, memory, count)
+
+        def as_it_is(checkpoint: Checkpoint) -> Fitted:
+            each = replace(settings, checkpoint=checkpoint)
+            cut = partition if is_moved else self._balanced(each, memory, count)
+            expected = memory.expected(cut, each, count, self.replicas)
+            return Fitted(cut, chunks, checkpoint, expected)
+
+        found = _with_fewest(found, as_it_is, settings.limit, count)
+        longest = max(found.partition.shares) * _work(found.checkpoint, count)
+
+        def moved(checkpoint: Checkpoint) -> Fitted:
+            each = replace(settings, checkpoint=checkpoint)
+            slowest = longest / _work(checkpoint, count)
+            cut, expected = self._cut(each, memory, count, slowest)
+            return Fitted(cut, chunks, checkpoint, expected)
+
+        return _with_fewest(found, moved, settings.limit, count)
 
     def _cut(
-        self, settings: Settings, memory: ModelMemory | None, count: int
+        self,
+        settings: Settings,
+        memory: ModelMemory | None,
+        count: int,
+        slowest: float = math.inf,
     ) -> tuple[Partition, ExpectedMemory | None]:
         """Share the layers out within the limit; if no cut stays within it, the nearest found.
 
         What a stage holds besides its layers' sum, such as its inputs, isn't known before the cut:
         it is added to its first layer's, and the layers are cut anew. Then single layers move from
-        the stage that holds the most to the next ones.
+        the stage that holds the most to the next ones. A stage's share of the work stays below
+        ``slowest``.
         """
+        best = self._balanced(settings, memory, count)
         if memory is None:
-            return self.balancing.partition(self.stages, settings), None
+            return best, None
         limit, layers = settings.limit, memory.of_layers(settings, self.stages, count)
-        best = self.balancing.partition(self.stages, settings, layers)
         expected = memory.expected(best, settings, count, self.replicas)
         if limit is None or settings.sizes is not None:
             return best, expected
@@ -134,22 +146,53 @@ class Fitting:
                 partition = self.balancing.partition(self.stages, settings, raised, limit)
             except ValueError:  # no cut at all
                 break
+            if max(partition.shares) >= slowest:
+                break
             found = memory.expected(partition, settings, count, self.replicas)
             if found.highest < expected.highest:
                 best, expected = partition, found
-        for _ in range(_MOVES):
-            if (
-                expected.highest <= limit
-                or sum(m.kept for m in expected.most) > limit * self.stages
-            ):
+        gain = expected.beyond(limit)  # of a move, in bytes
+        for left in range(_MOVES, 0, -1):
+            beyond, kept = expected.beyond(limit), sum(m.kept for m in expected.most)
+            if not beyond or kept > limit * self.stages or _HOPE * gain * left < beyond:
                 break
-            moved = _moved(best, expected)
+            moved = [cut for cut in _moved(best, expected) if max(cut.shares) < slowest]
+            if not moved:
+                break
             tried = [(p, memory.expected(p, settings, count, self.replicas)) for p in moved]
             partition, found = min(tried, key=lambda pair: pair[1].beyond(limit))
-            if found.beyond(limit) >= expected.beyond(limit):
+            gain = beyond - found.beyond(limit)
+            if gain <= 0:
                 break
             best, expected = partition, found
         return best, expected
+
+    def _balanced(self, settings: Settings, memory: ModelMemory | None, count: int) -> Partition:
+        """Share the layers out without a limit."""
+        layers = None if memory is None else memory.of_layers(settings, self.stages, count)
+        return self.balancing.partition(self.stages, settings, layers)
+
+
+def _with_fewest(
+    found: Fitted, tried: Callable[[Checkpoint], Fitted], limit: int | None, count: int
+) -> Fitted:
+    """The same with as few of so many micro-batches re-materialized as fit, or what was found."""
+    least, most = 1, recomputed(found.checkpoint, count)
+    if most and (kept := tried("never")).fits(limit):
+        return kept
+    while least < most:
+        middle = (least + most) // 2
+        cut = tried(middle)
+        if cut.fits(limit):
+            found, most = cut, middle
+        else:
+            least = middle + 1
+    return found
+
+
+def _work(checkpoint: Checkpoint, count: int) -> float:
+    """What a layer does for a micro-batch, on average: a forward is 1."""
+    return 1 + BACKWARD_RATIO + recomputed(checkpoint, count) / count
 
 
 def _moved(partition: Partition, expected: ExpectedMemory) -> list[Partition]:
@@ -163,7 +206,7 @@ def _moved(partition: Partition, expected: ExpectedMemory) -> list[Partition]:
                 sizes[part] -= 1
                 sizes[other] += 1
                 found.append(replace(partition, sizes=tuple(sizes)))
-    return found or [partition]
+    return found
 
 
 def usable_memory(device: torch.device) -> int | None:

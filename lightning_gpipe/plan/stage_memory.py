@@ -158,6 +158,7 @@ class _Walk:
     _most: _Holding = field(default_factory=_Holding)
     _count: int = 0
     _own: tuple[int, ...] = ()
+    _links: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     _left: Counter[tuple[int, str]] = field(default_factory=Counter)
     _kept: frozenset[tuple[int, int]] = frozenset()
     _forwards: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -168,6 +169,10 @@ class _Walk:
         program, now = self.schedule.programs[self.rank], self._now
         self._kept = frozenset(kept_graphs(program))
         self._own = tuple(sorted({action.stage for action in program}))
+        last = len(self.parts) - 1
+        for s in self._own:  # whether its input and its output cross to other ranks
+            is_given, is_fed = not self._is_local(s, -1), not self._is_local(s, 1)
+            self._links[s] = s > 0 and is_given, s < last and is_fed
         ops = ((a.stage, "F" if a.op == "F" else "B") for a in program if a.op not in ("R", "W"))
         self._left = Counter(ops)
         self._count = 1 + max((action.micro_batch for action in program), default=-1)
@@ -302,17 +307,16 @@ class _Walk:
         held = 0
         for stage in self._own:
             part, forwards = self.parts[stage], self._left[stage, "F"]
-            if stage and not self._is_local(stage, -1):
+            is_given, is_fed = self._links[stage]
+            if is_given:
                 held += _ahead(part.input.nbytes, forwards)
-                held += _under_way(
-                    part.input.gradient, [part.input.gradient] * self._backwards[stage]
-                )
-            is_fed = stage + 1 < len(self.parts) and not self._is_local(stage, 1)
+                sent_back = min(self._backwards[stage], _UNDER_WAY)
+                held += _under_way(part.input.gradient, [part.input.gradient] * sent_back)
             if is_fed:
                 sent = self._forwards.get(stage, {})
                 held += _under_way(part.output.nbytes, [*sent.values()])
-            if is_fed and not (self.is_whole_batch and kind == "F"):  # then only in the backward
-                held += _ahead(part.output.gradient, self._left[stage, "B"] - forwards)
+                if not (self.is_whole_batch and kind == "F"):  # then only in the backward
+                    held += _ahead(part.output.gradient, self._left[stage, "B"] - forwards)
         return held
 
     def _send(self, stage: int, m: int, kind: str) -> None:

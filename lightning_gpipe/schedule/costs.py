@@ -108,6 +108,14 @@ class Costs:
             self.message,
         )
 
+    @property
+    def are_multiples(self) -> bool:
+        """Whether everything takes a multiple of what is shortest, and messages take nothing."""
+        unit = min(map(min, self.times.values()))
+        return not self.message and all(
+            unit and time % unit == 0 for times in self.times.values() for time in times
+        )
+
     @cached_property
     def times(self) -> dict[str, tuple[float, ...]]:
         """For every kind of action its time in each stage."""

@@ -86,7 +86,7 @@ def search(
     tried: set[tuple[object, ...]] = set()
     late = replace(costs, message=costs.message + _LATE * min(costs.forward))
     guesses = [(costs, split, _FACTORS), (costs, [] if splits_all else [none], _FEW_FACTORS)]
-    if costs.message or costs != costs.rounded(1):
+    if not costs.are_multiples:
         # with rounded times what comes almost together does so, and ranks keep in step; nor do they
         # begin something else in the little time that a message takes
         guesses[1:1] = [
