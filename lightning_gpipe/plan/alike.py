@@ -15,6 +15,11 @@ from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
 
+_SEQUENCES = (list, tuple)
+_MAPPINGS = (dict, OrderedDict)
+_SETS = (set, frozenset)
+
+
 @dataclass(frozen=True, slots=True)
 class Returned:
     """What a layer has returned of its input, for others that do the same.
@@ -53,11 +58,6 @@ class Returned:
             for leaf, place in zip(self.output.leaves, self.passed, strict=True)
         ]
         return self.output.with_leaves(leaves)
-
-
-_SEQUENCES = (list, tuple)
-_MAPPINGS = (dict, OrderedDict)
-_SETS = (set, frozenset)
 
 
 def signature(layer: nn.Module, run: RunLayer, index: int, given: Tree) -> Hashable | None:
