@@ -14,7 +14,6 @@ from lightning_gpipe.model.loop import LoopProgram
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
-
 _SEQUENCES = (list, tuple)
 _MAPPINGS = (dict, OrderedDict)
 _SETS = (set, frozenset)
