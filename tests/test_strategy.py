@@ -201,12 +201,6 @@ def refused(
             {},
             "makes 3 stages of 6 layers, but there are 2 stages",
         ),
-        (
-            models.Module,
-            {"stages": 3},
-            {},
-            "2 processes can't be divided into pipelines of stages=3",
-        ),
         (Lbfgs, {}, {}, "LBFGS needs all parameters of the model in one process"),
         (Whole, {}, {}, "Prodigy needs all parameters"),
         (CompiledWhole, {}, {}, "is compiled as a whole.*compile its layers"),
@@ -229,6 +223,11 @@ def test_refusals_name_the_remedy(
     except RankError as error:  # one rank may lose its peer before it gets to its own error
         messages = [str(error)]
     assert any(re.search(problem, message) for message in messages), messages
+
+
+def test_processes_that_make_no_whole_pipelines_are_not_started() -> None:
+    with pytest.raises(ValueError, match="2 processes can't be divided .* of stages=3"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=GPipeStrategy(stages=3))
 
 
 def test_the_other_lightning_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from lightning_gpipe.strategy.checkpoint_io import refuse_for_parts, with_whole_
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
 from lightning_gpipe.strategy.places import PlacedStrategy
-from lightning_gpipe.strategy.world import Rendezvous, World
+from lightning_gpipe.strategy.world import Rendezvous, World, check_division
 
 _T = TypeVar("_T")
 _LONGEST_TIMEOUT = timedelta(days=36500)  # clocks count nanoseconds in 64 bits
@@ -74,8 +74,10 @@ class ProcessesStrategy(PlacedStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes == 1:
-            return  # this process is the whole world
+        processes = self.num_processes * self.num_nodes
+        check_division(processes, self.stages)  # before any starts
+        if processes == 1:
+            return  # this one is the whole world
         if _lightning.IS_INTERACTIVE and self._start_method != "fork":
             advice.refuse_notebook(self._start_method)
         if self._start_method == "popen":

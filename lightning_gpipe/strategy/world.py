@@ -96,13 +96,26 @@ class Layout:
                 " top in each process that a Trainer starts: keep a run with fewer devices in a"
                 " script of its own, or give GPipeStrategy(start_method='spawn')."
             )
-        if self.world_size % self.stages:
-            hint = " (On a CPU, devices='auto' means one.)" if self.world_size == 1 else ""
-            raise ValueError(
-                f"{self.world_size} process{'es' * (self.world_size > 1)} can't be divided into"
-                f" pipelines of stages={self.stages}: choose devices x num_nodes as a multiple of"
-                f" stages, or stages='auto' for one pipeline per node.{hint}"
-            )
+        check_division(self.world_size, self.stages)
+
+
+def check_division(processes: int, stages: int) -> None:
+    """Check that processes make whole pipelines.
+
+    Args:
+        processes: Of all nodes.
+        stages: K.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    if processes % stages:
+        hint = " (On a CPU, devices='auto' means one.)" if processes == 1 else ""
+        raise ValueError(
+            f"{processes} process{'es' * (processes > 1)} can't be divided into pipelines of"
+            f" stages={stages}: choose devices x num_nodes as a multiple of stages, or"
+            f" stages='auto' for one pipeline per node.{hint}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
