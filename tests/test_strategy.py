@@ -226,7 +226,7 @@ def test_refusals_name_the_remedy(
 
 
 def test_processes_that_make_no_whole_pipelines_are_not_started() -> None:
-    with pytest.raises(ValueError, match="2 processes can't be divided .* of stages=3"):
+    with pytest.raises(ValueError, match=r"2 processes can't be divided .* of stages=3"):
         L.Trainer(accelerator="cpu", devices=2, strategy=GPipeStrategy(stages=3))
 
 
