@@ -13,10 +13,12 @@ from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.chunks import micro_batches
 from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory, human_bytes
+from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
 from lightning_gpipe.schedule.checkpoint import Checkpoint, recomputed
-from lightning_gpipe.schedule.costs import BACKWARD_RATIO
+from lightning_gpipe.schedule.costs import BACKWARD_RATIO, Costs
+from lightning_gpipe.schedule.simulate import simulate
 
 _TRIES, _MOVES = 3, 16  # cuts that are tried to stay within a limit, and changes of the best
 _HOPE = 2  # how many times as much a change may gain as the one before
@@ -67,7 +69,7 @@ class Fitting:
         """Take the first number of micro-batches with which the stages fit.
 
         With ``checkpoint="auto"`` as few of them are re-materialized as fit. Layers move to other
-        stages for that only where the slowest stage then takes less time than with the recompute.
+        stages for that only where a step then takes less time than with the recompute.
 
         Args:
             settings: What the user chose.
@@ -111,7 +113,14 @@ class Fitting:
             cut, expected = self._cut(each, memory, count, slowest)
             return Fitted(cut, chunks, checkpoint, expected)
 
-        return _with_fewest(found, moved, settings.limit, count)
+        other = _with_fewest(found, moved, settings.limit, count)
+        return min(found, other, key=lambda cut: self._length(cut, settings, count))
+
+    def _length(self, cut: Fitted, settings: Settings, count: int) -> float:
+        """What a step takes, as far as the shares of the work tell."""
+        each = replace(settings, checkpoint=cut.checkpoint)
+        schedule = Schedules.unmeasured(each, cut.partition, self.replicas).make(count)
+        return simulate(schedule, Costs.of(cut.partition.part_shares)).length
 
     def _cut(
         self,
