@@ -36,7 +36,7 @@ from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import agree_on_weights, share_weights, tell, tell_ahead
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.loop import of_any_loop
-from lightning_gpipe.model.remote import Where, outline_of
+from lightning_gpipe.model.remote import NotHere, Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.schedule.actions import Action
@@ -46,6 +46,11 @@ _NOT_ALWAYS = (
     "The step doesn't call the backbone for micro-batch {m}, but for other micro-batches or"
     " mini-batches: with step='micro-batch' it calls it once for each. Use"
     " GPipeStrategy(step='mini-batch')."
+)
+_KEPT_OUTPUT = (
+    "The backbone's input is computed from what the backbone gave for another micro-batch, as a"
+    " state that the step carries from batch to batch is: the first stage hasn't its values, and on"
+    " one device it would come from the mini-batch before. Use GPipeStrategy(step='mini-batch')."
 )
 
 
@@ -273,6 +278,8 @@ class PerMicroBatch:
             call = self._calls[running.kind] = _Call(context, torch.is_grad_enabled())
         batch = self._begin(running, call.context)
         if groups.is_first:
+            if any(tensor.is_meta for tensor in given.tensors()):
+                raise NotHere(_KEPT_OUTPUT)
             running.source.give(m, given)
         name = running.names[m]
         is_looked_at = m == 0 and is_due(self._counts[running.kind])

@@ -46,14 +46,18 @@ _PLAIN = (int, float, complex, str, bytes, type(None), BuiltinFunctionType)
 _is_kept = False
 
 
-def places_of(layer: nn.Module) -> list[Place]:
-    """The places that a layer can change.
+def places_of(layer: nn.Module, without: nn.Module | None = None) -> list[Place]:
+    """The places that a layer, or another module, can change.
 
     These are what it holds in attributes, its modules, objects and classes too, and the globals and
     outer variables that functions of its classes name; not what belongs to PyTorch, to Lightning or
     to Python.
+
+    Args:
+        layer: The module.
+        without: One in it that isn't looked at, nor those inside it.
     """
-    return _Walk(layer).places
+    return _Walk(layer, without).places
 
 
 def shared_places(layers: Sequence[nn.Module], parts: Sequence[int]) -> dict[str, Place]:
@@ -132,14 +136,16 @@ class _Walk:
 
     Args:
         layer: The layer.
+        without: A module that isn't looked at.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, without: nn.Module | None) -> None:
         self.places: list[Place] = []
-        self._seen: set[int] = set()
+        self._seen = set(map(id, without.modules())) if without is not None else set[int]()
         self._left: list[tuple[str, Any]] = []
         self._look_at_module("", layer)
-        while self._left and len(self._seen) < _OBJECTS:
+        limit = len(self._seen) + _OBJECTS
+        while self._left and len(self._seen) < limit:
             self._look_at(*self._left.pop())
 
     def _add(self, name: str, value: Any, key: str | None = None) -> None:

@@ -23,8 +23,10 @@ NOTHING = object()
 _PLAIN = frozenset({int, float, complex, bool, str, bytes})
 #: What stands in a place, by name, key or number.
 Entries: TypeAlias = dict[Any, Any]
-#: The same with what tells that a value was changed in place.
-Contents: TypeAlias = dict[Any, tuple[Any, Any]]
+#: A value with what tells that it was changed in place.
+Entry: TypeAlias = tuple[Any, Any]
+#: What stands in a place, to compare.
+Contents: TypeAlias = dict[Any, Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +159,12 @@ def has_changed(before: Contents, now: Contents) -> bool:
     """Whether what stands in a place is something else than before."""
     if before.keys() != now.keys():
         return True
-    return any(
-        mark != now[name][1] or not _is_same(value, now[name][0])
-        for name, (value, mark) in before.items()
-    )
+    return any(is_other(entry, now[name]) for name, entry in before.items())
+
+
+def is_other(before: Entry, now: Entry) -> bool:
+    """Whether a value is another one than before, or was changed in place."""
+    return before[1] != now[1] or not _is_same(before[0], now[0])
 
 
 def has_values(value: Any) -> bool:

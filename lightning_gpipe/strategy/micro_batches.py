@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.logged import StepLog
 from lightning_gpipe.strategy.merging import merge, weighted_mean
 from lightning_gpipe.strategy.recipes import may_be_mean
+from lightning_gpipe.strategy.step_attributes import StepAttributes
 from lightning_gpipe.strategy.step_buffers import StepBuffers
 from lightning_gpipe.strategy.step_metrics import StepMetrics
 
@@ -46,7 +48,8 @@ class _MiniBatch:
         rest: Its other arguments.
         metrics: The module's metrics.
         trains: Whether it returns a loss to train by.
-        buffers: Looks for what it changes; None: nobody looks.
+        buffers: Looks for buffers that it changes; None: nobody looks.
+        attributes: Looks for attributes that it changes; None: nobody looks.
         exchange: Looks for what it computes of samples together; None: nobody looks.
         log: What it logs.
         results: What it returns, without graphs.
@@ -59,6 +62,7 @@ class _MiniBatch:
     metrics: StepMetrics
     trains: bool
     buffers: StepBuffers | None = None
+    attributes: StepAttributes | None = None
     exchange: Exchange | None = None
     log: StepLog = field(init=False)
     results: list[Any] = field(default_factory=list)
@@ -80,7 +84,8 @@ class _MiniBatch:
         self.metrics.follow(None if exchange is None else exchange.follow)
         if not m and self.buffers is not None:
             self.buffers.begin()
-        result = self.step(self.parts[m], *self.rest)
+        with nullcontext() if self.attributes is None else self.attributes.followed(m):
+            result = self.step(self.parts[m], *self.rest)
         if self.trains:
             result = _with_scalar(result)
         self.results.append(_detached(result))
@@ -130,6 +135,7 @@ class MicroBatchSteps:
         self._fixed = defaultdict[tuple[Any, ...], dict[str, int]](dict)  # lists, see merge
         self._exchange = Exchange(pipeline.groups)
         self._buffers = StepBuffers(trainer.lightning_module, pipeline.backbone)
+        self._attributes = StepAttributes(trainer.lightning_module, pipeline.backbone)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -167,6 +173,8 @@ class MicroBatchSteps:
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=True)
         if len(parts) > 1:
             steps.buffers = self._buffers
+            if sizes[0] == sizes[1]:  # else what is kept for a size may be another one
+                steps.attributes = self._attributes
             steps.exchange = self._exchange if self._exchange.is_due("training") else None
         scale = self._scale() / self._trainer.accumulate_grad_batches
         self._log = steps.log

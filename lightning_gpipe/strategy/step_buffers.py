@@ -15,6 +15,14 @@ from lightning_gpipe.comm.looks import is_due
 #: Buffers by name, each with its version.
 _Buffers: TypeAlias = dict[str, tuple[Tensor, int]]
 
+#: The warning, of something that has a kind and a name.
+CHANGED = (
+    "The step changes the {kind} '{name}'. With step='micro-batch' it does so once for each"
+    " micro-batch, and what it uses of it is what the micro-batch before has left. That is the"
+    " mini-batch's only where changes add up, as those of a count of samples. Change it in a hook,"
+    " such as on_train_batch_end, or use GPipeStrategy(step='mini-batch')."
+)
+
 
 class StepBuffers:
     """Warns, once, of a buffer outside the backbone that training steps change.
@@ -50,7 +58,7 @@ class StepBuffers:
             if is_other or (buffer is old and version != old_version):
                 self._is_told = True
                 kind = "frozen parameter" if is_parameter else "buffer"
-                warnings.warn(_CHANGED.format(kind=kind, name=name), stacklevel=2)
+                warnings.warn(CHANGED.format(kind=kind, name=name), stacklevel=2)
                 return
 
     def _buffers(self) -> _Buffers:
@@ -70,11 +78,3 @@ def _kept_in(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in part.named_parameters(recurse=False):
         if not parameter.requires_grad:
             yield name, parameter
-
-
-_CHANGED = (
-    "The step changes the {kind} '{name}'. With step='micro-batch' it does so once for each"
-    " micro-batch, and what it uses of it is what the micro-batch before has left. That is the"
-    " mini-batch's only where changes add up, as those of a count of samples. Change it in a hook,"
-    " such as on_train_batch_end, or use GPipeStrategy(step='mini-batch')."
-)

@@ -1,0 +1,295 @@
+"""Warnings of attributes that the next micro-batch's step reads."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+SIZE = 6
+STEPS = 0
+
+
+class Mean:
+    """A running mean."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def update(self, value: Tensor) -> float:
+        self.value = 0.9 * self.value + 0.1 * float(value)
+        return self.value
+
+
+class Memory(nn.Linear):
+    """Adds what it gave before."""
+
+    def __init__(self) -> None:
+        super().__init__(models.WIDTH, models.WIDTH)
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x)
+        if self.before is not None:
+            found = found + self.before
+        self.before = found.detach()
+        return found
+
+
+class Shows(nn.Linear):
+    """Keeps what it gave, for others to see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shown: Tensor = super().forward(x)
+        return self.shown
+
+
+class Keeps(models.Module):
+    """What all of them share."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        return functional.mse_loss(out, y) * self.factor(x, out)
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        raise NotImplementedError
+
+    def train_dataloader(self) -> Any:
+        rows = torch.randn(2, 24, models.WIDTH, dtype=torch.float64, device="cpu")
+        return DataLoader(TensorDataset(*rows), batch_size=SIZE)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class State(Keeps):
+    """Carries the backbone's output."""
+
+    state: Tensor | None = None
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        before, self.state = self.state, out.detach()
+        return 1 if before is None else before.mean()
+
+
+class Bank(Keeps):
+    """Changes a tensor in place."""
+
+    def build(self) -> None:
+        super().build()
+        self.bank = torch.zeros(4, models.WIDTH, dtype=torch.float64)
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        factor = 1 + self.bank.mean()
+        self.bank[:1] += x[:1].to(self.bank)
+        return factor
+
+
+class Deleted(Keeps):
+    """Takes an attribute away, and sets it anew."""
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        before = self.last if hasattr(self, "last") else 1.0
+        if before != 1.0:
+            del self.last
+        self.last = float(x.mean())
+        return before
+
+
+class InDict(Keeps):
+    def build(self) -> None:
+        super().build()
+        self.kept = {"mean": 0.0}
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.kept["mean"] = 0.9 * self.kept["mean"] + float(x.mean())
+        return 1 + self.kept["mean"]
+
+
+class InQueue(Keeps):
+    def build(self) -> None:
+        super().build()
+        self.queue: deque[float] = deque(maxlen=1)
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.queue.append(float(x.mean()))
+        return self.queue[0]
+
+
+class InObject(Keeps):
+    def build(self) -> None:
+        super().build()
+        self.mean = Mean()
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        return self.mean.update(x.mean())
+
+
+class InClass(Keeps):
+    steps: ClassVar[int] = 0
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        type(self).steps += 1
+        return 1 / self.steps
+
+
+class InGlobals(Keeps):
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        global STEPS
+        STEPS += 1
+        return 1 / STEPS
+
+
+class InModule(Keeps):
+    def build(self) -> None:
+        super().build()
+        self.memory = Memory()
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        return self.memory(out).mean()
+
+
+class InBoth(InModule):
+    """Has a module of a class that is in the backbone, too."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone.append(Memory())
+
+
+class Harmless(Keeps):
+    """Sets what it reads, reads what stays, and keeps for others what it doesn't read."""
+
+    def build(self) -> None:
+        super().build()
+        self.positions: Tensor | None = None
+        self.ones = torch.ones(3, device="cpu")
+        self.all: list[Tensor] = []
+        self.by_number: dict[int, float] = {}
+        self.shows = nn.ModuleList(Shows(models.WIDTH, models.WIDTH) for _ in range(2))
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.out, self.samples, self.twos = out, len(x), torch.full((3,), 2.0, device="cpu")
+        self.ones = self.ones / self.ones
+        self.all.append(out.detach())
+        self.by_number[len(self.by_number)] = float(x.mean())
+        if self.positions is None or len(self.positions) != len(x):
+            self.positions = torch.arange(len(x), device="cpu")
+        for layer in self.shows:
+            out = layer(out)
+        shown = sum(layer.shown.mean() for layer in self.shows)
+        return self.out.mean() + out.mean() + shown + self.samples * self.twos.sum()
+
+
+class Compiled(Keeps):
+    """Counts; classes that change would be compiled once more."""
+
+    def build(self) -> None:
+        super().build()
+        self.steps = 0
+        self.twice = torch.compile(lambda x: 2 * x, backend="eager")
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.steps += 1
+        return self.twice(x).mean()
+
+
+def told(kind: type[Keeps], stages: int, chunks: int = 3) -> list[str]:
+    """What a run tells of attributes."""
+    strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
+    before = dict(vars(kind))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(max_epochs=2, devices=stages, strategy=strategy).fit(kind())
+    now = dict(vars(kind))
+    assert {**now, "steps": 0} == {**before, "steps": 0}
+    texts = [str(each.message) for each in found]
+    return [text for text in texts if "The step changes the" in text]
+
+
+KEPT = [
+    (State, "state"),
+    (Bank, "bank"),
+    (Deleted, "last"),
+    (InDict, "kept['mean']"),
+    (InQueue, "queue[0]"),
+    (InObject, "mean.value"),
+    (InClass, "InClass.steps"),
+    (InGlobals, "STEPS"),
+    (InModule, "memory.before"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), KEPT)
+def test_what_the_next_step_reads_is_told(kind: type[Keeps], name: str) -> None:
+    (text,) = told(kind, 1)
+    assert f"The step changes the attribute '{name}'." in text
+
+
+@pytest.mark.parametrize("kind", [State, InObject, InModule, Bank])
+def test_told_once_by_the_stages(kind: type[Keeps]) -> None:
+    first, second = run_ranks(told, 2, kind, 2)
+    assert [len(first), len(second)] == [1, 0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nothing_is_told_of_others(stages: int) -> None:
+    assert not any(run_ranks(told, stages, Harmless, stages))
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_micro_batches_of_other_sizes_are_not_looked_at(chunks: int) -> None:
+    assert told(Harmless, 1, chunks) == []
+
+
+def test_classes_of_the_backbone_are_left_alone() -> None:
+    assert told(InBoth, 1) == []
+
+
+def test_compiled_code_is_left_alone() -> None:
+    assert told(Compiled, 1) == []
+
+
+class Feeds(Keeps):
+    """Gives the backbone what it gave before."""
+
+    state: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x if self.state is None else x + self.state)
+        self.state = out.detach()
+        return functional.mse_loss(out, y)
+
+
+def weights(stages: int, chunks: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"devices": 1}
+    if stages:
+        strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    torch.manual_seed(5)
+    module = Feeds()
+    torch.manual_seed(6)
+    trainer(max_epochs=2, **options).fit(module)
+    return module.state_dict()
+
+
+def test_fed_back_by_whole_mini_batches() -> None:
+    torch.testing.assert_close(run_ranks(weights, 2, 2, 1)[0], weights(0, 0))
+
+
+def test_fed_back_by_micro_batches_is_refused() -> None:
+    with pytest.raises(Exception, match="from what the backbone gave for another micro-batch"):
+        run_ranks(weights, 2, 2, 3)
