@@ -206,6 +206,7 @@ ALONE: dict[str, Any] = {
         scores_of(m, torch.cat([x, x + 0.1 * torch.randn_like(x)])), torch.cat([y, y])
     ),
     "a mean of half precision": lambda m, x, t, y, w: scores_of(m, x).mean(0).float().sum(),
+    "a hinge that each keeps": lambda m, x, t, y, w: F.relu(scores_of(m, x) - 1e3).mean(),
     "mapped": lambda m, x, t, y, w: torch.vmap(F.cross_entropy)(scores_of(m, x), y).mean(),
 }
 
@@ -258,6 +259,9 @@ TOGETHER: dict[str, Any] = {
     "a share of itself": lambda m, x, t, y, w: (
         (loss := F.cross_entropy(scores_of(m, x), y)) / loss.detach()
     ),
+    "a hinge that pairs keep": lambda m, x, t, y, w: F.relu(
+        torch.cdist(s := scores_of(m, x), s) - 1e3
+    ).mean(),
     "one that all have": lambda m, x, t, y, w: F.mse_loss(scores_of(m, x)[:, 0] - w.mean(), w),
 }
 
@@ -304,7 +308,7 @@ def counted_by_numpy(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) ->
     return F.cross_entropy(scores_of(m, x), y)
 
 
-@pytest.mark.filterwarnings("ignore:The step changes the buffer")
+@pytest.mark.filterwarnings("ignore:The step changes the (buffer|attribute)")
 @pytest.mark.parametrize("loss", [masked, by_own_generator, counted, counted_by_numpy])
 def test_a_run_is_the_same_without_looks(loss: Any, monkeypatch: Any) -> None:
     def left() -> tuple[dict[str, Tensor], Any]:

@@ -98,12 +98,14 @@ class _Four:
         mixer: The function that has computed samples together; nothing: none has.
         counts: What it is the mean over, in each run; None: it isn't known to be a mean.
         size: How large its summands are; see :func:`size_of`.
+        way: A function that has done so on the way to it, though nothing may show in it.
     """
 
     values: Sequence[Tensor]
     mixer: str = ""
     counts: Sequence[float] | None = None
     size: Tensor | None = None
+    way: str = ""
 
 
 class Replay:
@@ -167,7 +169,12 @@ class Replay:
             return None
         weights = self._numbers(weight)
         is_mean = self._is_separable(found, weights, of_all=not self._has_places)
-        return None if is_mean and not self._has_mixed_gradient(found, weights) else found.mixer
+        if not is_mean or self._has_mixed_gradient(found, weights):
+            return found.mixer
+        if len({float(value.detach()) for value in found.values}) > 1:
+            return None
+        # nothing shows in a hinge's 0: what has come together on the way may count for others
+        return (found.way or None) if self._names else ""
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
         """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
@@ -253,13 +260,14 @@ class Replay:
         if may_draw(ran.name) and not draw_the_same(runs):
             raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
+        way = next((four.way for four in given if four is not None and four.way), "")
         self._has_places |= _has_places(ran, given, self._samples)
         counts, size = _counts_of(self._trace, runs, given), self._size(ran)
         changed = [] if ran.is_free else [each for each in given[:1] if each is not None]
         for four in changed:
-            self._note(ran.given[0], four.values, before or ran.name, None, size)
+            self._note(ran.given[0], four.values, before or ran.name, way, None, size)
         for tensor, *values in zip(ran.made, *(run.made for run in runs), strict=True):
-            self._note(tensor, values, before or ran.name, counts, size)
+            self._note(tensor, values, before or ran.name, way, counts, size)
 
     def _size(self, ran: Ran) -> Tensor | None:
         """How large the summands are of what a function has made, if that is one tensor."""
@@ -286,12 +294,14 @@ class Replay:
         tensor: Tensor,
         values: Sequence[Tensor],
         mixer: str,
+        way: str,
         counts: Sequence[float] | None,
         size: Tensor | None,
     ) -> None:
         share = self._rounding(tensor.dtype)
         is_mixed = self._names and mixes([t.detach() for t in values], self._samples, share)
-        self._known[id(tensor)] = _Four(values, mixer.strip("_") if is_mixed else "", counts, size)
+        mixer = mixer.strip("_") if is_mixed else ""
+        self._known[id(tensor)] = _Four(values, mixer, counts, size, way or mixer)
 
     def _check_writes(self, ran: Ran) -> None:
         """Make sure that nothing is changed but what the runs have made.
