@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -251,7 +251,7 @@ class Replay:
         """Run a function as it ran, with random numbers that are the same in all runs."""
         ran, (enabled, dtype) = noted.ran, noted.autocast
         given = [self._find(tensor) for tensor in ran.given]
-        self._check_writes(ran)
+        _check_writes(ran, self._known)
         context = torch.autocast(self._device.type, dtype, enabled)
         with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
             runs = [self._run_once(ran, k) for k in range(4)]
@@ -303,22 +303,6 @@ class Replay:
         mixer = mixer.strip("_") if is_mixed else ""
         self._known[id(tensor)] = _Four(values, mixer, counts, size, way or mixer)
 
-    def _check_writes(self, ran: Ran) -> None:
-        """Make sure that nothing is changed but what the runs have made.
-
-        Raises:
-            CannotReplay: If something else would be.
-        """
-        if not only_computes(ran.function):
-            raise CannotReplay(f"'{ran.name}' may do anything, such as talk to other ranks.")
-        if moves_statistics(ran):
-            raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
-        for tensor in changed_by(ran):
-            four = self._known.get(id(tensor))
-            places = {t.untyped_storage().data_ptr() for t in four.values} if four else ()
-            if len(places) < 4:  # something else's, which isn't a run's own
-                raise CannotReplay(f"'{ran.name}' changes something.")
-
     def _is_moved(self, tensor: Tensor) -> bool:
         """Whether rows are in another order than samples, or it isn't known."""
         found, halves = self._known[id(tensor)], self._rows_of(tensor)
@@ -366,6 +350,27 @@ class Replay:
         if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
             raise CannotReplay(_ORDER)
         return self._halves
+
+
+def _check_writes(ran: Ran, known: Mapping[int, _Four]) -> None:
+    """Make sure that nothing is changed but what the runs have made.
+
+    Args:
+        ran: The function.
+        known: What the runs have made, by ``id``.
+
+    Raises:
+        CannotReplay: If something else would be.
+    """
+    if not only_computes(ran.function):
+        raise CannotReplay(f"'{ran.name}' may do anything, such as talk to other ranks.")
+    if moves_statistics(ran):
+        raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
+    for tensor in changed_by(ran):
+        four = known.get(id(tensor))
+        places = {t.untyped_storage().data_ptr() for t in four.values} if four else ()
+        if len(places) < 4:  # something else's, which isn't a run's own
+            raise CannotReplay(f"'{ran.name}' changes something.")
 
 
 def _has_places(ran: Ran, given: Sequence[_Four | None], samples: int) -> bool:
