@@ -244,7 +244,7 @@ def test_nobody_takes_the_port_while_processes_start(monkeypatch: pytest.MonkeyP
     store = dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
     with pytest.raises(dist.DistNetworkError) as taken:
         dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
-    error = rendezvous.explain_connections(taken.value, environment, nodes=1)
+    error = rendezvous.explain_connections(taken.value, environment, 1, timedelta(minutes=1))
     assert f"has taken port {store.port}" in str(error)
 
 
@@ -255,13 +255,65 @@ def test_who_is_waited_for_is_told(
     environment, device = LightningEnvironment(), torch.device("cpu")
     for nodes, waits_s in (1, 0.2), (2, 0.0), (2, 1.0):
         meeting = Rendezvous(
-            environment, device, None, timedelta(minutes=30), Deadlines(), 1, nodes
+            environment, device, None, timedelta(minutes=30), Deadlines(), 2, nodes
         )
         with meeting.expected():
             time.sleep(waits_s)
         screen = capfd.readouterr().err
         told = "gives up after 0:30:00: the Trainer has num_nodes=2. Start the script on each"
         assert (told in screen) == (nodes > 1 and waits_s > 0), screen
+
+
+def test_what_a_launcher_has_not_started_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # left over
+    for timeout, processes in (timedelta(seconds=1), 2), (timedelta(seconds=2), 1):
+        meeting = Rendezvous(
+            LightningEnvironment(), torch.device("cpu"), None, timeout, Deadlines(), processes, 1
+        )
+        match = "Not all processes of this run have come within"
+        with pytest.raises(RuntimeError, match=match), meeting.expected():
+            dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timeout)
+        screen = capfd.readouterr().err
+        assert ("does by LightningEnvironment. If none does, unset LOCAL_RANK." in screen) == (
+            processes > 1
+        ), screen
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("MASTER_PORT", "abc", "MASTER_PORT='abc' is no port"),
+        ("MASTER_PORT", "65536", "MASTER_PORT='65536' is no port"),
+        ("NODE_RANK", "1", "NODE_RANK=1 names one of 2 nodes or more, and the Trainer has num_nod"),
+    ],
+)
+def test_wrong_variables_are_refused_at_once(
+    name: str, value: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=match):
+        trainer(devices=2, strategy=GPipeStrategy(3))
+
+
+@pytest.mark.parametrize(
+    ("backend", "match"),
+    [("foo", "has .*gloo"), ("cpu:gloo,cuda:foo", "has .*gloo"), ("NCCL", "nccl|NCCL")],
+)
+def test_wrong_backends_are_refused_at_once(backend: str, match: str) -> None:
+    with pytest.raises(ValueError, match=f"process_group_backend='{backend}' is .*{match}"):
+        trainer(devices=2, strategy=GPipeStrategy(3, process_group_backend=backend))
+
+
+def test_an_address_of_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "nosuchhost.invalid")
+    environment, timeout = LightningEnvironment(), timedelta(seconds=1)
+    meeting = Rendezvous(environment, torch.device("cpu"), None, timeout, Deadlines(), 2, 1)
+    match = "Where MASTER_ADDR=nosuchhost.invalid isn't this machine, unset it"
+    with pytest.raises(RuntimeError, match=match), meeting.expected():
+        dist.TCPStore(environment.main_address, 29400, 2, is_master=False, timeout=timeout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked for in /proc")

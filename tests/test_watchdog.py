@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -253,7 +254,7 @@ def test_gloo_takes_the_interface_that_nccl_is_told(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wlan0")
     assert rendezvous.gloo_interface() is None, "the user's choice stays"
     error = RuntimeError("connect failed")
-    text = str(rendezvous.explain_connections(error, LightningEnvironment(), nodes=2))
+    text = str(rendezvous.explain_connections(error, LightningEnvironment(), 2, timedelta(1)))
     assert "Set GLOO_SOCKET_IFNAME" in text
 
 

@@ -94,6 +94,15 @@ def refuse_another_number(processes: int) -> None:
         )
 
 
+def are_started_elsewhere(environment: Any) -> bool:
+    """Whether no Trainer starts the processes of a node, but a launcher.
+
+    Args:
+        environment: Lightning's cluster environment.
+    """
+    return environment.creates_processes_externally and not children and _parent is None
+
+
 def wait_for_children(seconds: float) -> None:
     """Wait until the processes that this one has started have ended."""
     end = time.monotonic() + seconds

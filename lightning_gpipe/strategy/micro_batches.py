@@ -228,10 +228,11 @@ class MicroBatchSteps:
                 rank_zero_warn(
                     f"A tensor of shape {tuple(found.shape)} is another one in each batch, and"
                     f" hasn't a row for each of its {samples} samples. So with step='micro-batch'"
-                    " every micro-batch gets it whole, which is right for positions or edges. If"
-                    " its rows are samples, as those of a second loader, a mean over both parts"
-                    " and all counts come out otherwise: let all parts have as many, or use"
-                    " GPipeStrategy(step='mini-batch')."
+                    " every micro-batch gets it whole, which is right for positions. If its rows"
+                    " are samples, as those of a second loader, a mean over both parts and all"
+                    " counts come out otherwise; if it numbers the batch's rows, as the edges of a"
+                    " graph do, a micro-batch hasn't all of those. Let all parts have a row for"
+                    " each sample, or use GPipeStrategy(step='mini-batch')."
                 )
             found = constant_tensor(first, tensors, samples)
             if found is not None:

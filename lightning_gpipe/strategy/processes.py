@@ -34,6 +34,7 @@ from lightning_gpipe.strategy.checkpoint_io import refuse_for_parts, with_whole_
 from lightning_gpipe.strategy.launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_gpipe.strategy.loader import PipelineLoader
 from lightning_gpipe.strategy.places import PlacedStrategy
+from lightning_gpipe.strategy.rendezvous import check_meeting
 from lightning_gpipe.strategy.world import Rendezvous, World, check_division
 
 _T = TypeVar("_T")
@@ -76,6 +77,7 @@ class ProcessesStrategy(PlacedStrategy):
     def _configure_launcher(self) -> None:
         processes = self.num_processes * self.num_nodes
         check_division(processes, self.stages)  # before any starts
+        check_meeting(self._environment, self.num_nodes, self._backend, self.root_device)
         if processes == 1:
             return  # this one is the whole world
         if _lightning.IS_INTERACTIVE and self._start_method != "fork":

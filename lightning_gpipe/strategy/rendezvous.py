@@ -14,16 +14,60 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch._C._distributed_c10d import PrefixStore
 
 from lightning_gpipe.failure.screen import say
 from lightning_gpipe.strategy import _lightning
+from lightning_gpipe.strategy.children import are_started_elsewhere
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LEAVE_S = 3.0
-_SOON_S = 30.0  # until it is told that other nodes are waited for
+_SOON_S = 30.0  # until it is told that others are waited for
 #: Where the processes met before an error.
 _met: list[Any] = []
+
+
+def check_meeting(environment: Any, nodes: int, backend: str | None, device: torch.device) -> None:
+    """Check what tells processes how to meet, before any starts.
+
+    Args:
+        environment: Lightning's cluster environment.
+        nodes: The number of nodes.
+        backend: The backend's name, or those of several devices; None: the device's own.
+        device: This process's device.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    for part in (backend or "").lower().split(","):
+        kind, _, name = part.rpartition(":")
+        if name and not dist.is_backend_available(name):
+            there = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+            raise ValueError(
+                f"process_group_backend={backend!r} is no backend of this PyTorch, which has"
+                f" {', '.join(there)}. Leave it out to have the device's own."
+            )
+        if name == "nccl" and (kind or device.type) == "cpu":
+            raise ValueError(
+                f"process_group_backend={backend!r} is for GPUs, and the Trainer has CPUs: leave it"
+                " out, or give Trainer(accelerator='gpu')."
+            )
+    if not isinstance(environment, LightningEnvironment):
+        return
+    port = os.environ.get("MASTER_PORT")
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(
+            f"MASTER_PORT={port!r} is no port: set it to a number from 1 to 65535, the same on"
+            " every node, or on one node unset it."
+        )
+    node = environment.node_rank()
+    if not node < nodes:
+        variable = "GROUP_RANK" if "GROUP_RANK" in os.environ else "NODE_RANK"
+        raise ValueError(
+            f"{variable}={node} names one of {node + 1} nodes or more, and the Trainer has"
+            f" num_nodes={nodes}: unset it, or give Trainer(num_nodes=...)."
+        )
 
 
 def keep_port(environment: Any) -> None:
@@ -77,17 +121,32 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
 
 
 @contextmanager
-def telling_who_waits(environment: Any, nodes: int, timeout: timedelta) -> Iterator[None]:
+def telling_who_waits(
+    environment: Any, nodes: int, processes: int, timeout: timedelta
+) -> Iterator[None]:
     """Meet inside; what is waited for is told where that takes long, once a node.
+
+    Processes that one of them has started are heard of when they end.
 
     Args:
         environment: Lightning's cluster environment.
         nodes: The number of nodes.
+        processes: Of this node.
         timeout: How long a process waits for another.
     """
-    timer = threading.Timer(_SOON_S, say, [_waiting_text(environment, nodes, timeout)])
+    is_alone = nodes == 1 and (processes == 1 or not are_started_elsewhere(environment))
+    text = (_NODES if nodes > 1 else _PROCESSES).format(
+        rank=environment.global_rank(),
+        place=f"{environment.main_address}:{environment.main_port}",
+        timeout=timeout,
+        nodes=nodes,
+        processes=processes,
+        name=type(environment).__name__,
+        variable=_STARTED_BY.get(type(environment).__name__, "its environment variables"),
+    )
+    timer = threading.Timer(_SOON_S, say, [text])
     timer.daemon = True
-    if nodes > 1 and environment.local_rank() == 0:
+    if not is_alone and environment.local_rank() == 0:
         timer.start()
     try:
         yield
@@ -95,13 +154,22 @@ def telling_who_waits(environment: Any, nodes: int, timeout: timedelta) -> Itera
         timer.cancel()
 
 
-def _waiting_text(environment: Any, nodes: int, timeout: timedelta) -> str:
-    return (
-        f"[rank {environment.global_rank()}] Waits for the processes of the other nodes, at"
-        f" {environment.main_address}:{environment.main_port}, and gives up after {timeout}: the"
-        f" Trainer has num_nodes={nodes}. Start the script on each of them with the same"
-        " MASTER_ADDR and MASTER_PORT, and its own NODE_RANK."
-    )
+_NODES = (
+    "[rank {rank}] Waits for the processes of the other nodes, at {place}, and gives up after"
+    " {timeout}: the Trainer has num_nodes={nodes}. Start the script on each of them with the same"
+    " MASTER_ADDR and MASTER_PORT, and its own NODE_RANK."
+)
+_PROCESSES = (
+    "[rank {rank}] Waits for the other processes of this node, at {place}, and gives up after"
+    " {timeout}: of {processes} the Trainer starts none, since a launcher does by {name}. If none"
+    " does, unset {variable}."
+)
+#: By what Lightning knows that.
+_STARTED_BY = {
+    "LightningEnvironment": "LOCAL_RANK",
+    "TorchElasticEnvironment": "TORCHELASTIC_RUN_ID",
+    "SLURMEnvironment": "SLURM_NTASKS",
+}
 
 
 def leave_world() -> None:
@@ -159,19 +227,34 @@ def gloo_interface() -> str | None:
     return None
 
 
-def explain_connections(error: RuntimeError, environment: Any, nodes: int) -> RuntimeError:
+def explain_connections(
+    error: RuntimeError, environment: Any, nodes: int, timeout: timedelta
+) -> RuntimeError:
     """What to do where processes can't connect.
 
     Args:
         error: PyTorch's.
         environment: Lightning's cluster environment.
         nodes: The number of nodes.
+        timeout: How long a process waits for another.
     """
     if "EADDRINUSE" in str(error):
         return RuntimeError(
             f"Another program of this machine has taken port {environment.main_port}, where the"
             " processes of this run should meet. Set MASTER_PORT to a port that is free on the"
             " first node, the same on every node; on one node unset it, to have a free one chosen."
+        )
+    if nodes == 1 and isinstance(error, dist.DistNetworkError):
+        address = environment.main_address
+        return RuntimeError(
+            f"The processes of this run can't meet at {address}:{environment.main_port}: {error}."
+            f" Where MASTER_ADDR={address} isn't this machine, unset it."
+        )
+    if nodes == 1 and isinstance(error, dist.DistStoreError):
+        return RuntimeError(
+            f"Not all processes of this run have come within {timeout}: {error}. They need the time"
+            " to import what the script does: give GPipeStrategy a longer timeout. Where a launcher"
+            " starts them, it has to start as many as the Trainer has devices."
         )
     if nodes == 1:
         return error

@@ -150,12 +150,14 @@ class Rendezvous:
         first = self.environment.node_rank() * self.processes
         with (
             expecting_all(first, self.deadlines.grace_s),
-            telling_who_waits(self.environment, self.nodes, self.timeout),
+            telling_who_waits(self.environment, self.nodes, self.processes, self.timeout),
         ):
             try:
                 yield
             except RuntimeError as error:
-                raise explain_connections(error, self.environment, self.nodes) from None
+                raise explain_connections(
+                    error, self.environment, self.nodes, self.timeout
+                ) from None
 
 
 class World:
