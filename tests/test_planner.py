@@ -123,6 +123,7 @@ def test_what_stands_before_and_behind_the_backbone_is_held_there(name: str) -> 
         ({"flops": "1e14"}, r"flops must be operations in a second"),
         ({"measured": "no"}, r"measured must be True or False"),
         ({"device": "meta"}, r"device must be one that computes"),
+        ({"device": "mps"}, r"Only a machine that has a device of this kind can tell"),
         ({"device": ["cpu"]}, r"device must be one of torch"),
         ({"optimizers": torch.optim.SGD([torch.ones(1)])}, r"optimizers must be a list of opt"),
         ({"optimizers": [None]}, r"optimizers must be a list of optimizers"),

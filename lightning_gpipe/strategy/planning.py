@@ -203,6 +203,11 @@ def _device(name: torch.device | str) -> torch.device:
         raise ValueError(f"device must be one of torch, as 'cuda', got device={name!r}.") from error
     if device.type == "meta":
         raise ValueError("device must be one that computes, as 'cuda', got device='meta'.")
+    if device.type not in ("cpu", "cuda", _accelerator().type):  # asking ends the process
+        raise ValueError(
+            "Only a machine that has a device of this kind can tell what its kernels keep: give"
+            f" 'cpu', 'cuda', or this machine's accelerator, got device={name!r}."
+        )
     return device
 
 
