@@ -18,7 +18,7 @@ from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.plan.plans import Plan
 from tests.expected_memory import Watch
 from tests.ranks import run_ranks
-from tests.training import train
+from tests.training import train, trainer
 
 SAMPLES, WIDTH, CLASSES = 16, 8, 500
 UNKNOWN = "Not counted: what the step computes outside the backbone."
@@ -141,33 +141,63 @@ class AsksOptimizer(Manual):
 
 
 def plan(
-    module: L.LightningModule, step: Any = "mini-batch", stages: int = 2, devices: int = 2
+    module: L.LightningModule,
+    step: Any = "mini-batch",
+    stages: int = 2,
+    devices: int = 2,
+    device: str = "cpu",
+    **options: Any,
 ) -> Plan:
     batch = next(iter(module.train_dataloader()))
+    strategy = GPipeStrategy(4, step=step)
     (found,) = (
-        GPipeStrategy(4, step=step)
-        .plan(
+        trainer(strategy=strategy, devices=devices, **options)
+        .strategy.plan(
             *(module, batch),
             devices=devices,
             stages=[stages],
             virtual_stages=[1],
             checkpoint=["always"],
+            device=device,
         )
         .all
     )
     return found
 
 
-def test_logits_are_counted() -> None:
+#: Older versions of PyTorch plan for the CPU where there is no GPU, with a warning.
+GPUS = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(torch.__version__ < "2.10", reason="it plans for the CPU instead"),
+)
+
+
+@pytest.mark.parametrize("device", [GPUS])
+def test_autocast_is_the_trainers_for_other_devices(device: str) -> None:
+    def held(device: str, precision: Any) -> int:
+        return plan(Watched(), device=device, precision=precision).stages[1].memory.of_micro_batches
+
+    whole, half = (held(device, precision) for precision in (None, "bf16-mixed"))
+    assert half > 1.05 * whole  # logits of both types
+    assert half == pytest.approx(held("cpu", "bf16-mixed"), rel=0.02)
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", GPUS])
+def test_logits_are_counted(device: str) -> None:
     """Of the mini-batch on all stages; of a micro-batch on the last."""
     logits = SAMPLES * CLASSES * 4
-    found = plan(Watched())
+    found = plan(Watched(), device=device)
     assert found.counts_step
     assert UNKNOWN not in str(found)
     first, last = (stage.memory.of_micro_batches for stage in found.stages)
     assert 2 * logits < first < 2.3 * logits  # and their logarithms
     assert 3 * logits < last < 3.3 * logits  # and their gradients
-    first, last = (stage.memory.of_micro_batches for stage in plan(Watched(), "micro-batch").stages)
+    first, last = (
+        stage.memory.of_micro_batches
+        for stage in plan(Watched(), "micro-batch", device=device).stages
+    )
     assert first < 0.3 * logits
     assert 3 / 4 * logits < last < 4 / 4 * logits
 

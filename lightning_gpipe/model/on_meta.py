@@ -7,7 +7,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,6 +55,26 @@ class Pretended:
         leaf = torch.zeros((), device="cpu", requires_grad=True)
         grad(leaf, leaf)
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+    def for_backwards(self) -> Pretended:
+        """This one; or the CPU's, where this machine has no such device.
+
+        Then PyTorch chooses the device's kernels in a forward, but runs no backward.
+        """
+        return self if _differentiates(self.device.type) else Pretended(torch.device("cpu"))
+
+
+@cache
+def _differentiates(kind: str) -> bool:
+    """Whether backwards run on tensors without values that pass for ones of a kind of device."""
+    place = Pretended(torch.device(kind))
+    try:
+        with place.mode:
+            leaf = torch.zeros((), device=place.device, requires_grad=True)
+            grad(leaf.tanh(), leaf)
+    except RuntimeError:  # no device, or no driver
+        return False
+    return True
 
 
 def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

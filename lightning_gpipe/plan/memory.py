@@ -169,6 +169,7 @@ def layer_memories(
         UntraceableLayer: If a layer needs the values of its input.
     """
     place = Pretended(device or torch.device("cpu"))
+    behind = place.for_backwards()
     trains = any(part.training for layer in layers for part in layer.modules())
     training = None if trains else True
     watch = _Watch(run_layer)
@@ -183,6 +184,9 @@ def layer_memories(
                 value, found = shown.again(given, watch, place)
             else:
                 own, versions = meta_tensors(layer, place), given.versions()
+                again, own_again = given.value(), own
+                if behind is not place:
+                    again, own_again = _copied(again, behind), meta_tensors(layer, behind)
                 watch.begin(own.values())
                 value = run_layer_on_meta(
                     *(layer, watch.run_layer, index, value, own),
@@ -190,7 +194,7 @@ def layer_memories(
                     place=place,
                 )
                 backward = in_backward(
-                    *(layer, watch.run, index, given.value(), own, training, place)
+                    *(layer, watch.run, index, again, own_again, training, behind)
                 )
                 found = watch.end(backward)
                 output = Tree.of(value, "A layer's output")

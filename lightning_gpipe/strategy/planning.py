@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import inf
 from numbers import Real
 from typing import Any, Literal
@@ -126,6 +127,7 @@ class PlanningStrategy(SavingStrategy):
             own_state_kept(module, everything=True),
             _built(module, self.precision_plugin),
             self.precision_plugin.forward_context(),
+            _autocast_for(place),
         ):
             warnings.simplefilter("ignore")  # the run's own will warn
             said: dict[str, None] = {}
@@ -209,6 +211,27 @@ def _device(name: torch.device | str) -> torch.device:
             f" 'cpu', 'cuda', or this machine's accelerator, got device={name!r}."
         )
     return device
+
+
+@contextmanager
+def _autocast_for(device: torch.device) -> Iterator[None]:
+    """Let autocast be on for a device as for the Trainer's, which may be another one.
+
+    For the CPU, too, which stands in for it in backwards. ``torch.autocast`` can't be on for GPUs
+    where there are none.
+    """
+    kinds = dict.fromkeys((device.type, "cpu", "cuda"))
+    before = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    wanted = [dtype for _, is_on, dtype in before if is_on][:1]
+    try:
+        for kind, dtype in product(kinds, wanted):
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
+        yield
+    finally:
+        for kind, is_on, dtype in before:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def _accelerator() -> torch.device:

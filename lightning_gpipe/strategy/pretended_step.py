@@ -116,7 +116,7 @@ def _reached(
     was, once more, if it stands in two places, as an embedding's weight that is the head's, too.
     """
     body, redirections = module.get_submodule(backbone), Redirections(is_alone=False)
-    place, watch = Pretended(device), StepWatch()
+    place, watch = Pretended(device).for_backwards(), StepWatch()
     reached: list[Reached] = []
     used: set[int] = set()
     memory: StepMemory | None = None
@@ -160,7 +160,7 @@ def _reached(
             with torch.enable_grad(), redirect_stdout(StringIO()), place.mode:
                 if not is_example:  # what hooks use and hold isn't the step's
                     with _Uses({}):
-                        given = transferred(module, given, device)
+                        given = transferred(module, given, place.device)
                 with watch, uses:
                     loss = _loss_of(_step(module, given, is_example))
                     if reached and loss is not None:  # it has come to its end
