@@ -9,6 +9,7 @@ nothing of tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 Op: TypeAlias = Literal["F", "R", "B", "I", "W"]
@@ -72,11 +73,10 @@ def kept_graphs(program: Program) -> frozenset[tuple[int, int]]:
     return frozenset(backward - recomputed)
 
 
+@lru_cache(maxsize=1 << 16)  # a search asks for the same in every schedule that it tries
 def upstream_of(action: Action) -> tuple[Action, ...]:
     """The actions of a neighbouring stage of which one makes what an action needs, if any does."""
-    stage, op, _ = action
+    stage, op, m = action
     if op == "F":
-        return (action._replace(stage=stage - 1),)
-    if op in ("B", "I"):
-        return action._replace(stage=stage + 1, op="B"), action._replace(stage=stage + 1, op="I")
-    return ()
+        return (Action(stage - 1, "F", m),)
+    return (Action(stage + 1, "B", m), Action(stage + 1, "I", m)) if op in ("B", "I") else ()

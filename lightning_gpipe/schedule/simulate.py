@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gpipe.schedule.actions import Action, Program, Schedule, kept_graphs, upstream_of
 from lightning_gpipe.schedule.costs import Costs
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When a rank ran an action, in the simulator's unit of time."""
 
     rank: int
@@ -160,26 +159,25 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[int]]:
     while progress:
         progress = False
         for rank, program in enumerate(schedule.programs):
-            while cursor[rank] < len(program):
-                action = program[cursor[rank]]
-                arrival = 0.0
+            now, place = clock[rank], cursor[rank]
+            for action in program[place:]:
+                start = now
                 sources = [s for s in upstream_of(action) if 0 <= s.stage < stages]
                 if sources:
                     made = next((s for s in sources if s in ends), None)
                     if made is None:
                         break
-                    arrival = ends[made]
-                    arrival += costs.message * (placement[made.stage] != rank)
-                passed = _waits_for(schedule, program, cursor[rank])
+                    start = max(start, ends[made] + costs.message * (placement[made.stage] != rank))
+                passed = _waits_for(schedule, program, place) if schedule.chained else None
                 if passed is not None:
                     if passed not in ends:
                         break
-                    arrival = max(arrival, ends[passed])
-                start = max(clock[rank], arrival)
-                clock[rank] = ends[action] = start + times[action.op][action.stage]
-                spans.append(Span(rank, action, start, clock[rank]))
-                cursor[rank] += 1
-                progress = True
+                    start = max(start, ends[passed])
+                ends[action] = now = start + times[action.op][action.stage]
+                spans.append(Span(rank, action, start, now))
+                place += 1
+            progress |= place > cursor[rank]
+            clock[rank], cursor[rank] = now, place
     return spans, cursor
 
 
