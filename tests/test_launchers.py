@@ -21,7 +21,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.strategy import advice, rendezvous
+from lightning_gpipe.strategy import advice, children, rendezvous
+from lightning_gpipe.strategy.children import PatientlySeen
 from lightning_gpipe.strategy.world import Rendezvous
 from tests import scripts
 from tests.models import Around
@@ -269,7 +270,10 @@ def test_what_a_launcher_has_not_started_is_waited_for(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
     monkeypatch.setenv("LOCAL_RANK", "0")  # left over
-    for timeout, processes in (timedelta(seconds=1), 2), (timedelta(seconds=2), 1):
+    child = PatientlySeen(subprocess.Popen(["sleep", "60"]), 0.0)
+    timeout = timedelta(seconds=1)
+    for processes, started in (2, []), (1, []), (2, [child]):
+        monkeypatch.setattr(children, "children", started)
         meeting = Rendezvous(
             LightningEnvironment(), torch.device("cpu"), None, timeout, Deadlines(), processes, 1
         )
@@ -277,9 +281,10 @@ def test_what_a_launcher_has_not_started_is_waited_for(
         with pytest.raises(RuntimeError, match=match), meeting.expected():
             dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timeout)
         screen = capfd.readouterr().err
-        assert ("does by LightningEnvironment. If none does, unset LOCAL_RANK." in screen) == (
-            processes > 1
-        ), screen
+        told = "does by LightningEnvironment. If none does, unset LOCAL_RANK." in screen
+        assert told == (processes > 1 and not started), screen
+    child.kill()
+    child.wait()
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def plan(
     stages: int = 2,
     devices: int = 2,
     device: str = "cpu",
+    checkpoint: Any = "always",
     **options: Any,
 ) -> Plan:
     batch = next(iter(module.train_dataloader()))
@@ -157,7 +158,7 @@ def plan(
             devices=devices,
             stages=[stages],
             virtual_stages=[1],
-            checkpoint=["always"],
+            checkpoint=[checkpoint],
             device=device,
         )
         .all
@@ -174,12 +175,15 @@ GPUS = pytest.param(
 
 @pytest.mark.parametrize("device", [GPUS])
 def test_autocast_is_the_trainers_for_other_devices(device: str) -> None:
-    def held(device: str, precision: Any) -> int:
-        return plan(Watched(), device=device, precision=precision).stages[1].memory.of_micro_batches
+    def held(device: str, precision: Any, checkpoint: Any) -> int:
+        found = plan(Watched(), device=device, checkpoint=checkpoint, precision=precision)
+        return found.stages[0].memory.of_micro_batches
 
-    whole, half = (held(device, precision) for precision in (None, "bf16-mixed"))
-    assert half > 1.05 * whole  # logits of both types
-    assert half == pytest.approx(held("cpu", "bf16-mixed"), rel=0.02)
+    whole = held(device, None, "never")
+    for checkpoint in "always", "never":
+        half = held(device, "bf16-mixed", checkpoint)
+        assert half != whole
+        assert half == pytest.approx(held("cpu", "bf16-mixed", checkpoint), rel=1e-3)
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cuda")
 

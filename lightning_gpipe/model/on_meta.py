@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad  # itself, where a run has put another in its place
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -195,8 +195,7 @@ def _attributes_kept(
     module: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
 ) -> Iterator[None]:
     kept = Attributes(module.modules())
-    real = (p for p in module.parameters() if not (p.is_meta or isinstance(p, FakeTensor)))
-    device = next((p.device for p in real), torch.device("cpu"))
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
