@@ -162,6 +162,23 @@ class InModule(Keeps):
         return self.memory(out).mean()
 
 
+class InProperty(Keeps):
+    """Has a property that stands before what is kept under its name."""
+
+    @property
+    def mean(self) -> float:
+        return 0.5 * vars(self).get("mean", 0.0)
+
+    @mean.setter
+    def mean(self, value: float) -> None:
+        vars(self)["mean"] = value
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.mean = self.mean + float(x.mean())
+        assert self.mean == 0.5 * vars(self)["mean"]
+        return 1 + self.mean
+
+
 class InBoth(InModule):
     """Has a module of a class that is in the backbone, too."""
 
@@ -232,6 +249,7 @@ KEPT = [
     (InClass, "InClass.steps"),
     (InGlobals, "STEPS"),
     (InModule, "memory.before"),
+    (InProperty, "mean"),
 ]
 
 

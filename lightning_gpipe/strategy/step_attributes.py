@@ -102,9 +102,10 @@ class StepAttributes:
         for place, changed in self._states:
             for name in changed if isinstance(place.value, nn.Module) else ():
                 key = type(place.value), name
-                if key not in self._watches:
-                    self._watches[key] = _Watch(*key)
-                self._watches[key].add(place.value)
+                watch = self._watches.get(key) or _Watch.of(*key)
+                if watch is not None:
+                    self._watches[key] = watch
+                    watch.add(place.value)
 
     def _changed(self, place: Place, before: Contents) -> Iterator[str]:
         """What the second step has changed of that, too, and read."""
@@ -137,7 +138,18 @@ class _Watch:
         self._own = vars(kind).get(name, NOTHING)
         self._waits = set[int]()
         self._read = set[int]()
-        setattr(kind, name, self)
+
+    @classmethod
+    def of(cls, kind: type, name: str) -> _Watch | None:
+        """Begin to watch; None: that can't be, or something of the class's takes its place."""
+        watch = cls(kind, name)
+        if hasattr(type(watch._of_class), "__set__") and not isinstance(watch._of_class, cls):
+            return None
+        try:
+            setattr(kind, name, watch)
+        except (AttributeError, TypeError):
+            return None
+        return watch
 
     def add(self, value: Any) -> None:
         """Watch that of an object."""
