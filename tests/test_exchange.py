@@ -206,6 +206,13 @@ ALONE: dict[str, Any] = {
         scores_of(m, torch.cat([x, x + 0.1 * torch.randn_like(x)])), torch.cat([y, y])
     ),
     "a mean of half precision": lambda m, x, t, y, w: scores_of(m, x).mean(0).float().sum(),
+    "picked by number": lambda m, x, t, y, w: (
+        -scores_of(m, x).log_softmax(1)[torch.arange(len(x)), y].mean()
+    ),
+    "true and false": lambda m, x, t, y, w: F.binary_cross_entropy_with_logits(
+        m.value(m.body(m.stem(torch.cat([x, -x]))))[:, 0],
+        torch.cat([torch.ones(len(x)), torch.zeros(len(x))]),
+    ),
     "a hinge that each keeps": lambda m, x, t, y, w: F.relu(scores_of(m, x) - 1e3).mean(),
     "mapped": lambda m, x, t, y, w: torch.vmap(F.cross_entropy)(scores_of(m, x), y).mean(),
 }
@@ -261,6 +268,9 @@ TOGETHER: dict[str, Any] = {
     ),
     "a hinge that pairs keep": lambda m, x, t, y, w: F.relu(
         torch.cdist(s := scores_of(m, x), s) - 1e3
+    ).mean(),
+    "by its place": lambda m, x, t, y, w: (
+        F.cross_entropy(scores_of(m, x), y, reduction="none") * torch.linspace(0, 1, 16)[: len(x)]
     ).mean(),
     "one that all have": lambda m, x, t, y, w: F.mse_loss(scores_of(m, x)[:, 0] - w.mean(), w),
 }

@@ -20,7 +20,8 @@ from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
 from lightning_gpipe.strategy.halves import halves_of
-from lightning_gpipe.strategy.replay import Noted, Replay
+from lightning_gpipe.strategy.noted import Noted
+from lightning_gpipe.strategy.replay import Replay
 
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
 #: memory of the one, and half a millisecond for each of the other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lightning_gpipe.strategy.halves import (
     of_given,
     of_rows,
 )
+from lightning_gpipe.strategy.noted import LOW, Noted
 from lightning_gpipe.strategy.repeatable import (
     are_alike,
     changed_by,
@@ -42,51 +43,13 @@ from lightning_gpipe.strategy.summands import size_of
 from lightning_gpipe.tensors.default_type import default_dtype
 from lightning_gpipe.tensors.random_state import seed_torch
 
-_LOW = {torch.float16, torch.bfloat16}
-_RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+#: What they make is the same in every step.
+_REGULAR = {"arange", "eye", "full", "linspace", "logspace", "ones", "zeros"}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
 
 
 class CannotReplay(RuntimeError):
     """Functions of a step can't be run again, or it isn't known what comes of that."""
-
-
-class Noted(NamedTuple):
-    """A function that a step has run.
-
-    Args:
-        ran: The function.
-        is_here: Whether this stage has what it was given.
-        has_grad: Whether gradients were enabled.
-        autocast: Whether autocast was, and its type.
-        default: The default type.
-    """
-
-    ran: Ran
-    is_here: bool
-    has_grad: bool
-    autocast: tuple[bool, torch.dtype]
-    default: torch.dtype
-
-    def rounds_to_half(self, samples: int) -> bool:
-        """Whether it makes something of all samples in half precision, or is computed by that.
-
-        Args:
-            samples: How many there are.
-        """
-        ran, (enabled, dtype) = self.ran, self.autocast
-        if enabled and dtype in _LOW and ran.name in _RECURRENT:
-            return True  # inside, whatever the type of what it has made
-        most = max((tensor.numel() for tensor in ran.given), default=0)
-        low = [t for t in ran.made if t.dtype in _LOW and t.numel() * samples <= most]
-        return any(not t.ndim or len(t) != samples for t in low)
-
-    @classmethod
-    def now(cls, ran: Ran, is_here: bool, device: torch.device) -> Noted:
-        """A function that has just run."""
-        enabled = torch.is_autocast_enabled(device.type)
-        autocast = enabled, torch.get_autocast_dtype(device.type)
-        return cls(ran, is_here, torch.is_grad_enabled(), autocast, torch.get_default_dtype())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +167,7 @@ class Replay:
         """What may be due to rounding, as a share of what differs."""
         if not dtype.is_floating_point:
             return 0.0
-        return 0.03 if self._is_low or dtype in _LOW else 64 * torch.finfo(dtype).eps
+        return 0.03 if self._is_low or dtype in LOW else 64 * torch.finfo(dtype).eps
 
     def _has_mixed_gradient(self, found: _Four, weights: Sequence[float]) -> bool:
         """Whether the derivative in a sample of the backbone's output depends on others."""
@@ -376,7 +339,8 @@ def _check_writes(ran: Ran, known: Mapping[int, _Four]) -> None:
 def _has_places(ran: Ran, given: Sequence[_Four | None], samples: int) -> bool:
     """Whether a function is given, or makes, numbers of the step's own that rows may each have."""
     unknown = [t for t, four in zip(ran.given, given, strict=True) if four is None]
-    numbers = [t for t in (*unknown, *(() if ran.given else ran.made)) if not t.requires_grad]
+    made = () if ran.given or ran.name in _REGULAR else ran.made
+    numbers = [t for t in (*unknown, *made) if not t.requires_grad]
     return any(t.ndim > 0 and not len(t) % samples for t in numbers)
 
 
