@@ -91,13 +91,16 @@ def test_hooks_get_the_batch_on_the_devices_of_a_run() -> None:
     assert module.calls == []
 
 
+@pytest.mark.parametrize(("version", "is_built"), [("2.9.1+cu128", True), ("2.14.0+cpu", False)])
 def test_where_pytorch_would_end_the_process_a_plan_is_of_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
+    version: str, is_built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.ones(SAMPLES, WIDTH)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
-    with pytest.warns(UserWarning, match="not of cuda's, .* Plan with torch 2.10 or newer"):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    match = "not of cuda's, .* Plan with torch 2.10 or newer, built for CUDA"
+    with pytest.warns(UserWarning, match=match):
         assert said(Plain(), x, "cuda") == said(Plain(), x, "cpu")
 
 

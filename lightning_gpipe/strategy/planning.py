@@ -240,13 +240,14 @@ def _accelerator() -> torch.device:
 
 
 def _pretendable(device: torch.device) -> torch.device:
-    """A device whose kernels can be asked for here: older versions of PyTorch end the process."""
-    if device.type != "cuda" or torch.cuda.is_available() or torch.__version__ >= "2.10":
+    """A device whose kernels can be asked for here: else PyTorch ends the process."""
+    is_new = torch.__version__ >= "2.10" and torch.backends.cuda.is_built()
+    if device.type != "cuda" or torch.cuda.is_available() or is_new:
         return device
     rank_zero_warn(
         f"The plan is of the CPU's kernels, not of {device.type}'s, which may keep other tensors:"
         f" without a GPU, torch {torch.__version__} can't tell what those do. Plan with torch 2.10"
-        " or newer."
+        " or newer, built for CUDA."
     )
     return torch.device("cpu")
 
