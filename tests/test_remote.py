@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_gpipe.model.remote import NotHere, Origin, RemoteTensor
+from lightning_gpipe.model.remote import NotHere, Origin, RemoteTensor, origin_of
 from lightning_gpipe.model.step_trace import StepTrace
 
 FIRST, LAST = frozenset({0}), frozenset({1})
@@ -117,6 +117,22 @@ def test_what_is_left_is_told() -> None:
     assert torch.equal(mean, wanted)
     assert float(first.model.total) == float(last.model.total) > 0
     assert torch.equal(first.model.average + 0, last.model.average + 0)
+
+
+def test_what_was_told_is_forgotten_where_another_stage_changes_it() -> None:
+    (first, _), (found, _) = both(step)
+    told = found[0]["loss"]
+    assert told.item() > 0
+
+    def changes(model: Model, backbone: Any, x: Tensor) -> Tensor:
+        told.add_(model.head(backbone(model.embed(x))).detach().sum())
+        return told
+
+    first.run(changes, 0, {})
+    with pytest.raises(RuntimeError, match="reads a value of the step that stage 1 has"):
+        told.item()
+    first.trace.values.tell({origin_of(told).number: torch.tensor(3.0)})  # type: ignore[union-attr]
+    assert told.item() == 3
 
 
 def test_what_was_told_is_an_ordinary_tensors_equal() -> None:

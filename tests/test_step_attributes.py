@@ -315,3 +315,59 @@ def test_fed_back_by_whole_mini_batches() -> None:
 def test_fed_back_by_micro_batches_is_refused() -> None:
     with pytest.raises(Exception, match="from what the backbone gave for another micro-batch"):
         run_ranks(weights, 2, 2, 3)
+
+
+class AddsUp(Keeps):
+    """Adds up in place what stages have, and uses the sums."""
+
+    def build(self) -> None:
+        super().build()
+        self.stem = nn.Linear(models.WIDTH, models.WIDTH)
+        self.total: Any = 0
+        self.either: Any = 0
+        self.other = torch.zeros(())
+        self.average: Any = 0
+        self.count = 0
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.stem(x)
+        loss = functional.mse_loss(self(hidden), y)
+        self.total += loss.detach() * len(x)
+        self.count += len(x)
+        self.average = self.total / self.count
+        some = hidden.mean() if batch_idx % 2 else loss  # of the first stage, or of the last
+        self.either += some.detach() * len(x)
+        if batch_idx < 2:
+            self.other = self.other + some.detach() * len(x)
+        else:
+            self.other.add_(some.detach() * len(x))
+        self.twice = 2 * self.other
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append([*map(float, (self.total, self.average, self.either))])
+        self.seen[-1] += [*map(float, (self.other, self.twice))]
+
+
+def sums(stages: int, chunks: int) -> list[list[float]]:
+    options: dict[str, Any] = {"devices": 1}
+    if stages:
+        strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    torch.manual_seed(5)
+    module = AddsUp()
+    torch.manual_seed(6)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The step changes the attribute")
+        trainer(max_epochs=2, **options).fit(module)
+    return module.seen
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_what_is_added_up_in_place_is_the_same_on_all_stages(stages: int, chunks: int) -> None:
+    expected = sums(0, 0)
+    for found in run_ranks(sums, stages, stages, chunks):
+        torch.testing.assert_close(found, expected)

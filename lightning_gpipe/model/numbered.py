@@ -8,7 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_gpipe.model.remote import Number, Origin, RemoteTensor, origin_of, set_origin
+from lightning_gpipe.model.remote import (
+    Number,
+    Origin,
+    RemoteTensor,
+    origin_of,
+    set_origin,
+    told,
+)
 
 
 class Numbered:
@@ -42,10 +49,11 @@ class Numbered:
             return tensor.detach().clone()
         kept, _ = self._kept.get(origin.number, (None, None))
         if kept is None:
-            if isinstance(tensor, RemoteTensor):
-                kept = RemoteTensor.like(tensor, tensor._gpipe_device, origin, requires_grad=False)
+            own = told(tensor)  # one of an earlier mini-batch that a function has changed in place
+            if isinstance(own, RemoteTensor):
+                kept = RemoteTensor.like(own, own._gpipe_device, origin, requires_grad=False)
             else:
-                kept = tensor.detach().clone()
+                kept = own.detach().clone()
             self._kept[origin.number] = kept, origin
         return kept
 
@@ -54,10 +62,17 @@ class Numbered:
         numbers = [number for number, made in self._made.items() if made() is not None]
         living = {n: found for n in numbers if (found := self._living(n)) is not None}
         return {
-            number: tensor.detach()
+            number: value.detach()
             for number, (tensor, origin) in {**living, **self._kept}.items()
-            if min(origin.where) == self._stage and not isinstance(tensor, RemoteTensor)
+            for value in [told(tensor)]
+            if min(origin.where) == self._stage and not isinstance(value, RemoteTensor)
         }
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a value is one of this mini-batch."""
+        origin = origin_of(tensor)
+        made = self._made.get(origin.number) if origin is not None else None
+        return made is not None and made() is tensor
 
     def tell(self, values: Mapping[Number, Tensor]) -> None:
         """Give remote tensors that are left the values that other stages have told."""

@@ -87,6 +87,10 @@ class RemoteTensor(Tensor):
         """Give it its values."""
         self._gpipe_value = value.to(self._gpipe_device)
 
+    def forget(self) -> None:
+        """Let it have other values than it was told, which aren't known."""
+        self._gpipe_value = None
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

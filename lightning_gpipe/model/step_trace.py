@@ -234,6 +234,8 @@ class StepTrace(TorchFunctionMode):
             if any(type(tensor) is RemoteTensor for tensor in given):
                 args, kwargs = tree_map(told, (args, kwargs))
             result = func(*args, **kwargs)
+            # of what was told it has changed the value: other stages number the tensor
+            result = next((t for t in written if told(t) is result), result)
         elif is_kept:
             raise NotHere(_KEPT.format(name=name, stage=self.stage))
         elif name == "__bool__" and sys._getframe(1).f_globals.get("__name__") in _CHECKS:
@@ -265,6 +267,8 @@ class StepTrace(TorchFunctionMode):
         is_a_mean = where is not None and is_mean(ran)
         for i, tensor in enumerate(made):
             if where is not None:
+                if type(tensor) is RemoteTensor and self.stage not in where:
+                    tensor.forget()
                 number = Number(self.micro_batch, self._calls, i)
                 self._note(tensor, Origin(number, where, is_a_mean))
             if of and id(tensor) not in (self.uses.parameters if self.uses else ()):
@@ -291,7 +295,7 @@ class StepTrace(TorchFunctionMode):
         if origin is None:
             return self.holders(tensor)
         is_told = type(tensor) is RemoteTensor and tensor._gpipe_value is not None
-        return None if is_told else origin.where
+        return None if is_told and not self.values.has(tensor) else origin.where
 
     def _note(self, tensor: Tensor, origin: Origin) -> None:
         self.values.note(tensor, origin)
