@@ -129,6 +129,27 @@ class InQueue(Keeps):
         return self.queue[0]
 
 
+class InLists(Keeps):
+    def build(self) -> None:
+        super().build()
+        self.weights = {"loss": {"w": [1.0]}}
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.weights["loss"]["w"][0] *= 0.95
+        return self.weights["loss"]["w"][0]
+
+
+class FromHook(Keeps):
+    """Adds to a tensor that a hook has made."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def factor(self, x: Tensor, out: Tensor) -> Any:
+        self.total += out.detach().mean()
+        return 1 + self.total
+
+
 class InObject(Keeps):
     def build(self) -> None:
         super().build()
@@ -196,6 +217,7 @@ class Harmless(Keeps):
         self.ones = torch.ones(3, device="cpu")
         self.all: list[Tensor] = []
         self.by_number: dict[int, float] = {}
+        self.parts: dict[str, Tensor] = {}
         self.shows = nn.ModuleList(Shows(models.WIDTH, models.WIDTH) for _ in range(2))
 
     def factor(self, x: Tensor, out: Tensor) -> Any:
@@ -208,7 +230,8 @@ class Harmless(Keeps):
         for layer in self.shows:
             out = layer(out)
         shown = sum(layer.shown.mean() for layer in self.shows)
-        return self.out.mean() + out.mean() + shown + self.samples * self.twos.sum()
+        self.parts["mean"], self.parts["shown"] = out.mean(), shown
+        return self.out.mean() + sum(self.parts.values()) + self.samples * self.twos.sum()
 
 
 class Compiled(Keeps):
@@ -245,6 +268,8 @@ KEPT = [
     (Deleted, "last"),
     (InDict, "kept['mean']"),
     (InQueue, "queue[0]"),
+    (InLists, "weights['loss']['w'][0]"),
+    (FromHook, "total"),
     (InObject, "mean.value"),
     (InClass, "InClass.steps"),
     (InGlobals, "STEPS"),
@@ -259,7 +284,7 @@ def test_what_the_next_step_reads_is_told(kind: type[Keeps], name: str) -> None:
     assert f"The step changes the attribute '{name}'." in text
 
 
-@pytest.mark.parametrize("kind", [State, InObject, InModule, Bank])
+@pytest.mark.parametrize("kind", [State, InObject, InModule, Bank, FromHook])
 def test_told_once_by_the_stages(kind: type[Keeps]) -> None:
     first, second = run_ranks(told, 2, kind, 2)
     assert [len(first), len(second)] == [1, 0]

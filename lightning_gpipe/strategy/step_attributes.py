@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.layer_state import is_held, places_of
 from lightning_gpipe.model.places import NOTHING, Contents, Entry, Place, has_values, is_other
+from lightning_gpipe.model.remote import origin_of
 from lightning_gpipe.strategy.step_buffers import CHANGED
 
 _CONTAINERS = (list, dict, deque)
@@ -30,7 +31,7 @@ class StepAttributes:
 
     That is one which the steps of two micro-batches change, and the second reads before it sets it:
     a state that is carried from batch to batch, or a running mean. What stands in an object, a
-    class, a list, a dict or a global is taken to be read.
+    class, a list, a dict or a global is taken to be read, unless it wants a gradient.
 
     Args:
         module: The user's module.
@@ -58,14 +59,14 @@ class StepAttributes:
         if m == 0:
             self._count += 1
             looks = not self._is_told and is_due(self._count)
-            self._states = [(p, p.contents(False)) for p in self._places()] if looks else []
+            self._states = [(p, _contents(p)) for p in self._places()] if looks else []
         elif _is_compiled():
             self._states = []
         elif m == 1:
             self._states = [
                 (place, {name: now[name] for name in now if _is_other(before.get(name), now[name])})
                 for place, before in self._states
-                for now in [place.contents(False)]
+                for now in [_contents(place)]
             ]
             self._watch()
 
@@ -93,8 +94,13 @@ class StepAttributes:
                 held.update(map(id, place.entries().values()))
                 yield place
         for place in places:
-            is_in_one = isinstance(place.value, _CONTAINERS) and id(place.value) in held
-            if is_in_one or place.key is not None:
+            if place.key is not None:
+                yield place
+        containers = [p for p in places if isinstance(p.value, _CONTAINERS) and p.key is None]
+        while inner := [p for p in containers if id(p.value) in held]:  # and those inside them
+            containers = [p for p in containers if id(p.value) not in held]
+            for place in inner:
+                held.update(map(id, place.entries().values()))
                 yield place
 
     def _watch(self) -> None:
@@ -109,7 +115,7 @@ class StepAttributes:
 
     def _changed(self, place: Place, before: Contents) -> Iterator[str]:
         """What the second step has changed of that, too, and read."""
-        now = place.contents(False)
+        now = _contents(place)
         for name, entry in before.items():
             watch = self._watches.get((type(place.value), name))
             is_read = watch is None or watch.is_read(place.value)
@@ -190,12 +196,25 @@ class _Watch:
         del vars(value)[self._name]
 
 
+def _contents(place: Place) -> Contents:
+    """What stands in a place, and where values come from that other stages change in place."""
+    return {
+        name: (value, (mark, origin_of(value) if issubclass(type(value), Tensor) else None))
+        for name, (value, mark) in place.contents(False).items()
+    }
+
+
 def _is_other(before: Entry | None, now: Entry) -> bool:
-    """Whether something else stands in a place; a small tensor of the same values is the same."""
+    """Whether something else stands in a place; a small tensor of the same values is the same.
+
+    What wants a gradient isn't carried to the next batch: its graph is gone then.
+    """
+    if issubclass(type(now[0]), Tensor) and now[0].requires_grad:
+        return False
     if before is None or not is_other(before, now):
         return before is None
     old, new = before[0], now[0]
-    are_alike = type(old) is type(new) is torch.Tensor and old is not new
+    are_alike = type(old) is type(new) is Tensor and old is not new
     return not (are_alike and has_values(old) and has_values(new) and old.equal(new))
 
 
