@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import deque
 from typing import Any, ClassVar
@@ -235,24 +234,32 @@ class Harmless(Keeps):
 
 
 class Compiled(Keeps):
-    """Counts; classes that change would be compiled once more."""
+    """Counts, and has a compiled function, and compiled layers."""
 
     def build(self) -> None:
         super().build()
+        self.backbone[0] = torch.compile(self.backbone[0], backend=self.compiled)
         self.steps = 0
-        self.twice = torch.compile(lambda x: 2 * x, backend="eager")
+        self.times = 0
+        self.twice = torch.compile(self.head, backend=self.compiled)
 
-    def factor(self, x: Tensor, out: Tensor) -> Any:
+    def compiled(self, graph: Any, inputs: Any) -> Any:
+        self.times += 1
+        return graph.forward
+
+    def head(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
         self.steps += 1
-        return self.twice(x).mean()
+        return functional.mse_loss(self.twice(self(x)), y)
 
 
 def told(kind: type[Keeps], stages: int, chunks: int = 3) -> list[str]:
     """What a run tells of attributes."""
     strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
     before = dict(vars(kind))
-    if "torch._dynamo.utils" in sys.modules:  # other tests of this process may have compiled
-        sys.modules["torch._dynamo.utils"].counters.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trainer(max_epochs=2, devices=stages, strategy=strategy).fit(kind())
@@ -304,9 +311,30 @@ def test_classes_of_the_backbone_are_left_alone() -> None:
     assert told(InBoth, 1) == []
 
 
-def test_compiled_code_is_left_alone() -> None:
-    assert told(InObject, 1)
-    assert told(Compiled, 1) == []
+def compiled(stages: int) -> tuple[dict[str, Any], int, list[str]]:
+    torch.manual_seed(5)
+    module = Compiled()
+    options: dict[str, Any] = {"devices": 1}
+    if stages:
+        strategy = GPipeStrategy(3, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message=".*many workers|.*Guards may run slower")
+        torch.manual_seed(6)
+        trainer(max_epochs=2, **options).fit(module)
+    return module.state_dict(), module.times, [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_compiled_outside_the_backbone_runs_as_it_is_written(stages: int) -> None:
+    expected, times, _ = compiled(0)
+    assert times == 2
+    for rank, (state, times, texts) in enumerate(run_ranks(compiled, stages, stages)):
+        torch.testing.assert_close(state, expected)
+        assert times > 0 or rank > 0, "the layer"
+        assert not [text for text in texts if "Dynamo" in text]
+        assert any("attribute 'steps'" in text for text in texts) == (rank == 0)
 
 
 class Feeds(Keeps):

@@ -34,6 +34,7 @@ from lightning_gpipe.engine.running import Running, Step
 from lightning_gpipe.engine.step_plans import MakeSchedule, StepPlans
 from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import agree_on_weights, share_weights, tell, tell_ahead
+from lightning_gpipe.engine.uncompiled import Uncompiled
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.model.loop import of_any_loop
 from lightning_gpipe.model.remote import NotHere, Where, outline_of
@@ -99,6 +100,7 @@ class PerMicroBatch:
         is_silent = not groups.is_last or groups.replica > 0
         self._reductions = Reductions(self.outside.root, is_silent)
         self._batch_norm, self._modules = batch_norm, modules
+        self._uncompiled = Uncompiled()
         self._overwrites = Overwrites()
         self._calls: dict[str, _Call | None] = {}
         self._outlines = OutputOutlines()
@@ -229,7 +231,7 @@ class PerMicroBatch:
         running.m, running.has_called, watch = m, False, self._rank.executor.watch
         self.trace.begin(m)
         watch.begin_outside()
-        with self._batch_norm.micro_batch(recompute=False), self.trace:
+        with self._batch_norm.micro_batch(recompute=False), self.trace, self._uncompiled:
             running.outcomes[m] = outcome = running.step(m)
         self._overwrites.forget()
         if m == len(running.sizes) - 1:
@@ -260,7 +262,7 @@ class PerMicroBatch:
             )
         running.has_called, watch = True, self._rank.executor.watch
         watch.end_outside(Action(self._anchor, "F", running.m))
-        with self.trace.suspended():
+        with self.trace.suspended(), self._uncompiled.suspended():
             given = Tree.of(outline_of(value), "The backbone's input")
             output, leaves = self._call(running, given, run_layer)
         watch.begin_outside()

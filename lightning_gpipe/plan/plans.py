@@ -124,6 +124,7 @@ class Plan:
             *table_lines(header, rows),
             f"Bubble {self.bubble:.1%} of the time;{self._step()} stages send"
             f" {human_bytes(self.sent)} to each other in a step.{self._verdict()}",
+            "Parameters: of layers. Weights: of these, and of what stages hold outside the backbone.",
         ]
         return "\n".join([*lines, *self._depth(), *_notes([self])])
 
@@ -189,6 +190,7 @@ class Plans:
         left = len(self.all) - len(rows)
         limit, fitting = self.all[0].settings.limit, sum(plan.fits for plan in self.all)
         by = "by what layers took alone" if self.all[0].is_measured else "by counted operations"
+        unit = "; 1.00 x is the fastest of these" * (self.all[0].seconds is None)
         found = f"{fitting} of {len(self.all)} layouts fit in {human_bytes(limit or 0)} a device"
         return "\n".join(
             [
@@ -196,7 +198,7 @@ class Plans:
                 *([f"… and {left} more"] if left else []),
                 *([f"{found}."] if limit is not None else []),
                 "Memory: of the stage that holds the most. Time: of a step, by the mini-batches"
-                f" that the replicas read in it, {by}, without messages.",
+                f" that the replicas read in it, {by}, without messages{unit}.",
                 *_notes(self.all),
             ]
         )

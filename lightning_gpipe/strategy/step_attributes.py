@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,8 +59,6 @@ class StepAttributes:
             self._count += 1
             looks = not self._is_told and is_due(self._count)
             self._states = [(p, _contents(p)) for p in self._places()] if looks else []
-        elif _is_compiled():
-            self._states = []
         elif m == 1:
             self._states = [
                 (place, {name: now[name] for name in now if _is_other(before.get(name), now[name])})
@@ -216,9 +213,3 @@ def _is_other(before: Entry | None, now: Entry) -> bool:
     old, new = before[0], now[0]
     are_alike = type(old) is type(new) is Tensor and old is not new
     return not (are_alike and has_values(old) and has_values(new) and old.equal(new))
-
-
-def _is_compiled() -> bool:
-    """Whether code was compiled, which would be once more for classes that change."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])
