@@ -124,7 +124,7 @@ class Plan:
             *table_lines(header, rows),
             f"Bubble {self.bubble:.1%} of the time;{self._step()} stages send"
             f" {human_bytes(self.sent)} to each other in a step.{self._verdict()}",
-            "Parameters: of layers. Weights: of these, and of what stages hold outside the backbone.",
+            "Parameters: of layers. Weights: of these and of what else a stage holds.",
         ]
         return "\n".join([*lines, *self._depth(), *_notes([self])])
 
