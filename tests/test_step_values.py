@@ -17,7 +17,7 @@ from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.strategy.recipes import Mean, NoMean, mean_of
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.training import trainer
 
 CLASSES = 5
@@ -527,3 +527,21 @@ def test_a_metric_whose_reset_is_replaced() -> None:
     plain = _own_reset(0)
     assert plain[0]["accuracy_epoch"] > 0
     assert run_ranks(_own_reset, 2, 2) == [plain] * 2
+
+
+class InDict(Classifier):
+    """Has a metric that is no part of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart = {"kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=CLASSES)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.backbone(batch[0])
+        self.apart["kappa"].update(scores, batch[1])
+        return functional.cross_entropy(scores, batch[1])
+
+
+def test_a_metric_in_a_dict_is_refused_with_what_to_do() -> None:
+    with pytest.raises(RankError, match="keep the metric as an attribute of the module"):
+        run_ranks(told, 2, InDict, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
+from types import TracebackType
 
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import CONDITION
+from lightning_gpipe.model.remote import NotHere
 
 
 @contextmanager
@@ -43,12 +46,25 @@ def explained(module: nn.Module) -> Iterator[None]:
             )
         raise
     except RuntimeError as error:
+        if isinstance(error, NotHere) and _is_of_metric(error.__traceback__):
+            add_note(
+                error,
+                "torchmetrics reads it: keep the metric as an attribute of the module, several in"
+                " an nn.ModuleDict or a MetricCollection; then it is updated where the values are.",
+            )
         if CONDITION in str(error):
             for name, part in module.named_modules():
                 if isinstance(part, Listening) and part.is_attached:
                     kinds = dict.fromkeys(type(layer).__name__ for layer in layers_of(part))
                     add_note(error, f"The blocks are those of '{name}' ({', '.join(kinds)}).")
         raise
+
+
+def _is_of_metric(traceback: TracebackType | None) -> bool:
+    """Whether an error comes out of a metric."""
+    frames = (frame for frame, _ in walk_tb(traceback))
+    names = (frame.f_globals.get("__name__", "") for frame in frames)
+    return any(name.partition(".")[0] == "torchmetrics" for name in names)
 
 
 def _is_elsewhere(part: nn.Module) -> bool:
