@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -72,6 +72,9 @@ class Keeps(models.Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+Kind = TypeVar("Kind", bound=Keeps)
 
 
 class State(Keeps):
@@ -256,13 +259,25 @@ class Compiled(Keeps):
         return functional.mse_loss(self.twice(self(x)), y)
 
 
+def fitted(kind: type[Kind], stages: int, chunks: int) -> Kind:
+    """A module after a run, of a plain Trainer if there are no stages."""
+    options: dict[str, Any] = {"devices": 1}
+    if stages:
+        strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
+        options = {"devices": stages, "strategy": strategy}
+    torch.manual_seed(5)
+    module = kind()
+    torch.manual_seed(6)
+    trainer(max_epochs=2, **options).fit(module)
+    return module
+
+
 def told(kind: type[Keeps], stages: int, chunks: int = 3) -> list[str]:
     """What a run tells of attributes."""
-    strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
     before = dict(vars(kind))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        trainer(max_epochs=2, devices=stages, strategy=strategy).fit(kind())
+        fitted(kind, stages, chunks)
     now = dict(vars(kind))
     assert {**now, "steps": 0} == {**before, "steps": 0}
     texts = [str(each.message) for each in found]
@@ -312,17 +327,9 @@ def test_classes_of_the_backbone_are_left_alone() -> None:
 
 
 def compiled(stages: int) -> tuple[dict[str, Any], int, list[str]]:
-    torch.manual_seed(5)
-    module = Compiled()
-    options: dict[str, Any] = {"devices": 1}
-    if stages:
-        strategy = GPipeStrategy(3, stages=stages, step="micro-batch")
-        options = {"devices": stages, "strategy": strategy}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", message=".*many workers|.*Guards may run slower")
-        torch.manual_seed(6)
-        trainer(max_epochs=2, **options).fit(module)
+        module = fitted(Compiled, stages, 3)
     return module.state_dict(), module.times, [str(each.message) for each in found]
 
 
@@ -350,15 +357,7 @@ class Feeds(Keeps):
 
 
 def weights(stages: int, chunks: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"devices": 1}
-    if stages:
-        strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
-        options = {"devices": stages, "strategy": strategy}
-    torch.manual_seed(5)
-    module = Feeds()
-    torch.manual_seed(6)
-    trainer(max_epochs=2, **options).fit(module)
-    return module.state_dict()
+    return fitted(Feeds, stages, chunks).state_dict()
 
 
 def test_fed_back_by_whole_mini_batches() -> None:
@@ -405,17 +404,9 @@ class AddsUp(Keeps):
 
 
 def sums(stages: int, chunks: int) -> list[list[float]]:
-    options: dict[str, Any] = {"devices": 1}
-    if stages:
-        strategy = GPipeStrategy(chunks, stages=stages, step="micro-batch")
-        options = {"devices": stages, "strategy": strategy}
-    torch.manual_seed(5)
-    module = AddsUp()
-    torch.manual_seed(6)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The step changes the attribute")
-        trainer(max_epochs=2, **options).fit(module)
-    return module.seen
+        return fitted(AddsUp, stages, chunks).seen
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
