@@ -5,25 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.failure.deadlines import Deadlines
-from lightning_gpipe.strategy import advice, children, rendezvous
-from lightning_gpipe.strategy.children import PatientlySeen
-from lightning_gpipe.strategy.world import Rendezvous
+from lightning_gpipe.strategy import advice
 from tests import scripts
 from tests.models import Around
 from tests.ranks import free_port
@@ -185,6 +178,44 @@ def test_processes_can_be_started_after_what_a_notebook_did(
     assert screen.rstrip().endswith("trained on 2"), screen
 
 
+ALONE = """
+import os
+import sys
+import torch
+from lightning_gpipe import GPipeStrategy
+from tests.models import Around
+from tests.training import trainer
+
+if __name__ == "__main__":
+    torch.manual_seed(5)
+    module = Around()
+    if "LOCAL_RANK" not in os.environ:
+        trainer(devices=1, strategy=GPipeStrategy(3), max_epochs=1).fit(module)
+    run = trainer(devices=2, strategy=GPipeStrategy(3), max_epochs=1)
+    run.fit(module)
+    if run.global_rank == 0:
+        torch.save(module.state_dict(), sys.argv[1])
+    print("trained on", run.strategy.stages)
+"""
+
+
+def test_the_first_process_may_have_trained_alone(tmp_path: Path) -> None:
+    """It went on alone, in the group of one that its first run had left, and others waited."""
+    (tmp_path / "train.py").write_text(ALONE)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "weights")]
+    code, screen = scripts.run(
+        command, 120, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
+    )
+    assert code == 0, screen
+    assert screen.count("trained on 2") == 2, screen
+    torch.manual_seed(5)
+    module = Around()
+    for _ in range(2):
+        trainer(devices=1, max_epochs=1).fit(module)
+    found = torch.load(tmp_path / "weights")
+    torch.testing.assert_close(found, module.state_dict(), rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(("arguments", "given"), [(["-"], True), ([], True), (["-c"], False)])
 def test_a_script_that_is_in_no_file(arguments: list[str], given: bool) -> None:
     text = "from tests.launched import main; main('popen', 1, 'never')"
@@ -233,92 +264,6 @@ def test_an_earlier_trainers_processes_are_too_few_or_too_many(
     assert code, screen
     said = f"has started {first} processes, and this one has {then}. A script runs from its top"
     assert said in screen, screen
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere two sockets can't share a port")
-def test_nobody_takes_the_port_while_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    environment = LightningEnvironment()
-    rendezvous.keep_port(environment)
-    with socket.socket() as another, pytest.raises(OSError, match="in use"):
-        another.bind(("", environment.main_port))
-    store = dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
-    with pytest.raises(dist.DistNetworkError) as taken:
-        dist.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
-    error = rendezvous.explain_connections(taken.value, environment, 1, timedelta(minutes=1))
-    assert f"has taken port {store.port}" in str(error)
-
-
-def test_who_is_waited_for_is_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
-    environment, device = LightningEnvironment(), torch.device("cpu")
-    for nodes, waits_s in (1, 0.2), (2, 0.0), (2, 1.0):
-        meeting = Rendezvous(
-            environment, device, None, timedelta(minutes=30), Deadlines(), 2, nodes
-        )
-        with meeting.expected():
-            time.sleep(waits_s)
-        screen = capfd.readouterr().err
-        told = "gives up after 0:30:00: the Trainer has num_nodes=2. Start the script on each"
-        assert (told in screen) == (nodes > 1 and waits_s > 0), screen
-
-
-def test_what_a_launcher_has_not_started_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(rendezvous, "_SOON_S", 0.05)
-    monkeypatch.setenv("LOCAL_RANK", "0")  # left over
-    child = PatientlySeen(subprocess.Popen(["sleep", "60"]), 0.0)
-    timeout = timedelta(seconds=1)
-    for processes, started in (2, []), (1, []), (2, [child]):
-        monkeypatch.setattr(children, "children", started)
-        meeting = Rendezvous(
-            LightningEnvironment(), torch.device("cpu"), None, timeout, Deadlines(), processes, 1
-        )
-        match = "Not all processes of this run have come within"
-        with pytest.raises(RuntimeError, match=match), meeting.expected():
-            dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timeout)
-        screen = capfd.readouterr().err
-        told = "does by LightningEnvironment. If none does, unset LOCAL_RANK." in screen
-        assert told == (processes > 1 and not started), screen
-    child.kill()
-    child.wait()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
-        ("MASTER_PORT", "abc", "MASTER_PORT='abc' is no port"),
-        ("MASTER_PORT", "65536", "MASTER_PORT='65536' is no port"),
-        ("NODE_RANK", "1", "NODE_RANK=1 names one of 2 nodes or more, and the Trainer has num_nod"),
-    ],
-)
-def test_wrong_variables_are_refused_at_once(
-    name: str, value: str, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=match):
-        trainer(devices=2, strategy=GPipeStrategy(3))
-
-
-@pytest.mark.parametrize(
-    ("backend", "match"),
-    [("foo", "has .*gloo"), ("cpu:gloo,cuda:foo", "has .*gloo"), ("NCCL", "nccl|NCCL")],
-)
-def test_wrong_backends_are_refused_at_once(backend: str, match: str) -> None:
-    with pytest.raises(ValueError, match=f"process_group_backend='{backend}' is .*{match}"):
-        trainer(devices=2, strategy=GPipeStrategy(3, process_group_backend=backend))
-
-
-def test_an_address_of_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "nosuchhost.invalid")
-    environment, timeout = LightningEnvironment(), timedelta(seconds=1)
-    meeting = Rendezvous(environment, torch.device("cpu"), None, timeout, Deadlines(), 2, 1)
-    match = "Where MASTER_ADDR=nosuchhost.invalid isn't this machine, unset it"
-    with pytest.raises(RuntimeError, match=match), meeting.expected():
-        dist.TCPStore(environment.main_address, 29400, 2, is_master=False, timeout=timeout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked for in /proc")

@@ -93,12 +93,27 @@ def keep_port(environment: Any) -> None:
 def join_world(environment: Any, backend: str, timeout: timedelta, device: torch.device) -> None:
     """Make the default process group, unless there is one. Collective over all processes.
 
+    A run on one device may have left one of this process alone, which others can't join.
+
     Args:
         environment: Lightning's cluster environment.
         backend: The backend's name.
         timeout: How long a process waits for another.
         device: This rank's device.
+
+    Raises:
+        RuntimeError: If there is one of another number of processes.
     """
+    found, wanted = dist.get_world_size() if dist.is_initialized() else 0, environment.world_size()
+    if found == 1 < wanted:
+        dist.destroy_process_group()
+    elif found not in (0, wanted):
+        raise RuntimeError(
+            f"This process is one of {found} in a process group of torch.distributed, and this"
+            f" Trainer has {wanted} process{'es' * (wanted > 1)}. Where an earlier Trainer has made"
+            " the group, call torch.distributed.destroy_process_group() in each process between the"
+            " two."
+        )
     if "nccl" in backend:
         # NCCL's own watchdog would end processes before ours has told them why
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
