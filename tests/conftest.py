@@ -37,11 +37,3 @@ def _same_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def _no_groups() -> Iterator[None]:
-    """A run in this process leaves its default group, and Lightning warns where it finds one."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.strategy import children, rendezvous
 from lightning_gpipe.strategy.children import PatientlySeen
 from lightning_gpipe.strategy.world import Rendezvous
-from tests.ranks import RankError, run_ranks
+from tests.models import Around
+from tests.ranks import RankError, free_port, run_ranks
 from tests.training import trainer
 
 
@@ -118,3 +120,26 @@ def _join_of_other_number(number: int) -> None:
 def test_a_group_of_another_number_of_processes_is_refused(number: int) -> None:
     with pytest.raises(RankError, match=r"one of 2 in a process group.*destroy_process_group\(\)"):
         run_ranks(_join_of_other_number, 2, number)
+
+
+def test_one_process_leaves_the_group_that_it_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes forked later, by Lightning's DDP too, took it for theirs and waited forever."""
+    for port in None, str(free_port()):
+        if port is not None:
+            monkeypatch.setenv("MASTER_PORT", port)
+        run = trainer(devices=1, strategy=GPipeStrategy(3), max_epochs=1)
+        for _ in range(2):
+            run.fit(Around())
+            assert not dist.is_initialized()
+            assert os.environ.get("MASTER_PORT") == port
+
+
+def _group_after_a_run() -> bool:
+    del os.environ["LOCAL_RANK"]  # nobody says that it is one of several
+    group = dist.group.WORLD
+    trainer(devices=1, strategy=GPipeStrategy(3), max_epochs=1).fit(Around())
+    return dist.group.WORLD is group
+
+
+def test_one_process_stays_in_the_group_that_it_was_given() -> None:
+    assert run_ranks(_group_after_a_run, 1) == [True]

@@ -255,6 +255,8 @@ class ProcessesStrategy(PlacedStrategy):
         left = connected or self._left
         self._left = left if not self.is_interrupted else None
         with ExitStack() as undo:  # all of it, whatever fails
+            if connected is not None:
+                undo.callback(connected.leave_own_group)
             for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
                 if part is not None:
                     undo.callback(part.teardown)

@@ -7,9 +7,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,10 +91,14 @@ def keep_port(environment: Any) -> None:
         keeper.detach()  # it is open until this process ends
 
 
-def join_world(environment: Any, backend: str, timeout: timedelta, device: torch.device) -> None:
+def join_world(
+    environment: Any, backend: str, timeout: timedelta, device: torch.device
+) -> Callable[[], None]:
     """Make the default process group, unless there is one. Collective over all processes.
 
-    A run on one device may have left one of this process alone, which others can't join.
+    A group of this process alone can't be joined by others, so it goes before they come. Who is
+    forked, or another strategy, would take such a group for one of all: the run that has made it
+    leaves it at its end.
 
     Args:
         environment: Lightning's cluster environment.
@@ -101,9 +106,13 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
         timeout: How long a process waits for another.
         device: This rank's device.
 
+    Returns:
+        To be called at the end of the run.
+
     Raises:
         RuntimeError: If there is one of another number of processes.
     """
+    before = os.environ.get("MASTER_PORT")
     found, wanted = dist.get_world_size() if dist.is_initialized() else 0, environment.world_size()
     if found == 1 < wanted:
         dist.destroy_process_group()
@@ -133,6 +142,17 @@ def join_world(environment: Any, backend: str, timeout: timedelta, device: torch
         device_id=device if device.type != "cpu" and backend != "gloo" else None,
         **again,
     )
+    is_alone = wanted == 1 and not environment.creates_processes_externally
+    return partial(_leave_alone, before) if is_alone and not found else lambda: None
+
+
+def _leave_alone(port: str | None) -> None:
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    os.environ.pop("MASTER_PORT", None)  # where its store may listen still
+    if port is not None:
+        os.environ["MASTER_PORT"] = port
 
 
 @contextmanager

@@ -186,7 +186,9 @@ class World:
         self._abortable: list[Any] = []
         backend, device = rendezvous.backend_name(), rendezvous.device
         with rendezvous.expected():
-            join_world(rendezvous.environment, backend, rendezvous.timeout, device)
+            self.leave_own_group = join_world(
+                rendezvous.environment, backend, rendezvous.timeout, device
+            )
             self._abortable.append(dist.group.WORLD)
             if layout.world_size > 1:
                 self._watchdog = self._watch()
