@@ -297,12 +297,12 @@ def test_layers_that_need_values_are_trained_all_the_same(monkeypatch: pytest.Mo
 
 
 def test_limits_are_read() -> None:
-    texts = {"16GB": 16 * 10**9, "16GiB": 16 * 2**30, "1.5 kB": 1500, "2 MiB": 2**21, 7: 7}
+    texts = {"16GB": 16 * 10**9, "16GiB": 16 * 2**30, "1.5 kB": 1500, "2 mib": 2**21, 7: 7}
     for text, nbytes in texts.items():
         assert settings(memory_limit=text).limit == nbytes
     assert settings().limit is None
-    for wrong in ("16", "GB", "-1GB", "0GB", 0, -5, True, 1.5, "16gb"):
-        with pytest.raises(ValueError, match="memory_limit must be None"):
+    for wrong in ("16", "GB", "-1GB", "0GB", 0, -5, True, 1.5, "16G"):
+        with pytest.raises(ValueError, match=r"memory_limit must be None.* with its unit"):
             settings(memory_limit=wrong)
     assert [human_bytes(n) for n in (950, 1200, 25_649_000, 1.05e9)] == [
         *("950 B", "1.2 kB", "25.6 MB", "1.1 GB")

@@ -153,7 +153,7 @@ def memory_size(name: str, value: object) -> int | None:
         return None
     if is_count(value):
         return int(cast(Integral, value))
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B\s*", str(value))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])(i?)b\s*", str(value), re.IGNORECASE)
     if isinstance(value, str) and found is not None:
         number, letter, binary = found.groups()
         thousand, power = 1024 if binary else 1000, 1 + "KMGT".index(letter.upper())
@@ -161,8 +161,8 @@ def memory_size(name: str, value: object) -> int | None:
         if nbytes:
             return nbytes
     raise ValueError(
-        f"{name} must be None, a whole number of bytes from 1, or a text such as '16GB' or"
-        f" '15.5GiB', got {name}={value!r}."
+        f"{name} must be None, a whole number of bytes from 1, or a text with its unit such as"
+        f" '16GB' or '15.5GiB', got {name}={value!r}."
     )
 
 
