@@ -241,6 +241,19 @@ class AsksBefore(models.Around):
         return loss
 
 
+class AsksPastSkip(AsksBefore, models.Skip):
+    """The same, where a second way leads there beside the backbone."""
+
+
+class Differentiates(models.Skip):
+    """Runs a backward of its own."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        loss.backward(retain_graph=True)
+        return loss
+
+
 class AsksTied(AsksBefore):
     """Asks for that of a weight that the backbone has, too."""
 
@@ -372,6 +385,9 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
         ),
         (Perturbed, 2, r"A tensor of shape \(1, 6\) requires a gradient and is no parameter"),
         (Averaged, 2, "'data =' reads a value of the step that stage [01] has"),
+        (AsksBefore, 1, "torch.autograd.grad through the backbone is not supported"),
+        (AsksPastSkip, 1, "torch.autograd.grad through the backbone is not supported"),
+        (Differentiates, 1, "The step runs a backward through the backbone"),
     ],
 )
 def test_refused_in_steps_of_micro_batches(

@@ -96,22 +96,29 @@ class CallNode(torch.autograd.Function):
 
 
 class ExitNode(torch.autograd.Function):
-    """The node that makes the output differentiable, and catches its gradient."""
+    """The node that makes the output differentiable, and catches its gradient.
+
+    Where the backbone's part of the graph is another, ``given`` is the input of which it is.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, catch: CatchGradients, token: Tensor, leaves: list[Tensor]
+        ctx: Any,
+        catch: CatchGradients,
+        token: Tensor,
+        leaves: list[Tensor],
+        given: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        ctx.catch, ctx.token = catch, token
+        ctx.catch, ctx.token, ctx.gpipe_given = catch, token, given
         ctx.set_materialize_grads(False)
         return tuple(
             leaf.detach() for leaf in leaves
         )  # detached: views could not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
         ctx.catch(gradients)
-        return None, None, None
+        return None, None, None, None
 
 
 class SteerNode(torch.autograd.Function):
@@ -189,10 +196,13 @@ def leads_through(
         inputs: By what.
         body: The backbone.
     """
-    if not Behind.of(outputs).calls:
-        return False
     nodes = set(nodes_of((t.grad_fn for t in outputs if t.grad_fn is not None), _outside))
-    inside = set(nodes_of(node for node in nodes if hasattr(node, "gpipe_call")))
+    calls = [node for node in nodes if hasattr(node, "gpipe_call")]
+    given = [getattr(node, "gpipe_given", None) for node in nodes]
+    if not calls and all(tensors is None for tensors in given):
+        return False
+    before = [get_gradient_edge(tensor).node for tensors in given for tensor in tensors or ()]
+    inside = set(nodes_of([*calls, *before]))
     own = set(map(id, body.parameters()))
     for wanted in inputs:
         if isinstance(wanted, Tensor):

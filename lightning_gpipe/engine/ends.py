@@ -38,6 +38,10 @@ class MicroBatchInput(AtHand):
         """Take the gradient of a micro-batch's input."""
         self._gradients[m] = tree.leaves
 
+    def wanted(self, m: int) -> list[Tensor]:
+        """A micro-batch's input, as far as it wants gradients here."""
+        return self._wanted.get(m, [])
+
     def roots(self, m: int) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward before the backbone begins, and with which gradients; once."""
         wanted = self._wanted.pop(m)

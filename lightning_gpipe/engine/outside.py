@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_gpipe.engine.autograd import (
     NO_GRADIENT,
     Behind,
+    CatchGradients,
     ExitNode,
     LayerForwards,
     no_values,
@@ -19,6 +20,11 @@ from lightning_gpipe.engine.autograd import (
 )
 from lightning_gpipe.engine.running import AFTER, BEFORE, Outcome, Running
 from lightning_gpipe.tensors.tree import Tree
+
+_OWN_BACKWARD = (
+    "The step runs a backward through the backbone, which with step='micro-batch' the loss that it"
+    " returns alone has: for gradients of an input call the module outside the Trainer."
+)
 
 
 class Outside:
@@ -31,7 +37,7 @@ class Outside:
     """
 
     def __init__(self, device: torch.device, parameters: frozenset[int], is_alone: bool) -> None:
-        self._known, self._is_alone = parameters, is_alone
+        self._known, self._is_alone, self._differentiates = parameters, is_alone, False
         #: The leaf on which the backbone's output depends here.
         self.root = torch.zeros((), device=device, requires_grad=True)
         #: When the layers ran in this step.
@@ -46,10 +52,22 @@ class Outside:
         leaves = list(tree.leaves)
         wanted = [i for i, wants in enumerate(flags) if wants]
         if wanted:
-            joined = ExitNode.apply(running.target.catch(m), self.root, [leaves[i] for i in wanted])
+            made, given = [leaves[i] for i in wanted], running.source.wanted(m)
+            joined = ExitNode.apply(self._caught(running, m), self.root, made, given)
             for i, leaf in zip(wanted, joined, strict=True):
                 leaves[i] = leaf
         return leaves
+
+    def _caught(self, running: Running, m: int) -> CatchGradients:
+        """What takes the gradients of a micro-batch's output, in the loss's backward alone."""
+        catch = running.target.catch(m)
+
+        def take(gradients: Sequence[Tensor | None]) -> None:
+            if not self._differentiates:
+                raise RuntimeError(_OWN_BACKWARD)
+            catch(gradients)
+
+        return take
 
     def differentiate(self, running: Running, m: int, outcome: Outcome) -> None:
         """Run the backward of a loss up to the backbone's output."""
@@ -66,7 +84,11 @@ class Outside:
         seed = running.weighting.seed(m)
         if seed:
             roots, seeds = [loss], [torch.full_like(loss, seed)]
-        self._run_backward(running, m, AFTER, roots, seeds)
+        self._differentiates = True
+        try:
+            self._run_backward(running, m, AFTER, roots, seeds)
+        finally:
+            self._differentiates = False
         running.outcomes[m] = Outcome(weight=outcome.weight)  # lets go of the graph
 
     def backward_before(self, running: Running, m: int) -> None:
