@@ -16,7 +16,8 @@ from lightning_gpipe.strategy.recipes import Recipe, may_be_mean
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
-_SIGNATURE = inspect.signature(pl.LightningModule.log)
+#: Of ``self.log``.
+SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
     "min": torch.amin,
@@ -75,7 +76,7 @@ class StepLog:
     def note(self, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Note a call of ``self.log``."""
         self._default_dtype = torch.get_default_dtype()  # that of double precision, for instance
-        bound = _SIGNATURE.bind(module, *args, **kwargs).arguments
+        bound = SIGNATURE.bind(module, *args, **kwargs).arguments
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")
         recipe = self._values.recipe_of(value)

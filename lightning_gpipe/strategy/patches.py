@@ -266,7 +266,7 @@ BATCH_SIZE_FILE = Target(
 LOG = Target(
     "lightning.pytorch.LightningModule",
     "log",
-    "a step that runs once per micro-batch logs once per mini-batch",
+    "a step that runs once per micro-batch logs once per mini-batch; other stages may log else",
 )
 CLOSURE = Target(
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",

@@ -32,6 +32,7 @@ from lightning_gpipe.strategy import (
     _lightning,
     callbacks,
     functional_calls,
+    logged_alike,
     metrics,
     monitor,
     optimizer_refusals,
@@ -84,8 +85,7 @@ class Run:
         self._given: tuple[Any, ...] = ()  # the batch of the running step
         self.is_steered = False  # a backward runs that all stages know of
         self._averages: list[AveragedCopy] = []
-        self._is_set_up = False
-        self._trial = world.trial
+        self._is_set_up, self._trial = False, world.trial
         fitting = trainer.state.fn == TrainerFn.FITTING
         with ExitStack() as undo:
             undo.enter_context(
@@ -141,6 +141,7 @@ class Run:
             undo.enter_context(functional_calls.refused(self.pipeline))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
+            self._logs = undo.enter_context(logged_alike.attached(world.groups, settings.step))
             self._steps = None
             if settings.step == "micro-batch":
                 self._steps = undo.enter_context(_stepping(trainer, self.pipeline))
@@ -262,6 +263,7 @@ class Run:
         try:
             with (
                 self._world.guarded(),
+                self._logs.compared(),
                 self.pipeline.backward(loss, retain, not self._accumulating) as own,
             ):
                 yield own
@@ -292,8 +294,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""
         if not self.can_gather():
-            state: dict[str, Any] = self.pipeline.module.state_dict()
-            return state
+            return self.pipeline.module.state_dict()
         return self.pipeline.state_dict()
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
