@@ -238,9 +238,7 @@ def leave_before_fork() -> None:
             " torch.distributed.destroy_process_group() before the Trainer runs, or restart the"
             " notebook's kernel."
         )
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        os.environ.pop("MASTER_PORT", None)
+    _leave_alone(None)
     gc.collect()
 
 
