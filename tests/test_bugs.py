@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
@@ -320,6 +321,24 @@ class SubstitutedInAll(Substituted):
         return nn.functional.mse_loss(torch.func.functional_call(self, given, (x,)), y)
 
 
+class Transformed(models.Module):
+    """Calls the backbone sample by sample."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(torch.vmap(self.backbone)(x), y)
+
+
+class Tangent(models.Module):
+    """Uses a directional derivative, if there is one."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            dual = self.backbone(forward_ad.make_dual(x, torch.ones_like(x)))
+            out, tangent = forward_ad.unpack_dual(dual)
+        loss = nn.functional.mse_loss(out, y)
+        return loss if tangent is None else loss + tangent.square().mean()
+
+
 def run(kind: type[models.Module]) -> None:
     strategy = GPipeStrategy(4, checkpoint="always")
     train(kind(), max_steps=4, devices=2, strategy=strategy)
@@ -331,6 +350,8 @@ def run(kind: type[models.Module]) -> None:
         (Conditioned, "sets on a layer: hand it to the backbone with its input"),
         (Substituted, "functional_call gives the backbone other parameters"),
         (SubstitutedInAll, "functional_call gives the backbone other parameters"),
+        (Transformed, "inside a function transform"),
+        (Tangent, "inside a function transform"),
         (ChangedInput, "input was changed in place"),
         (SharedCounter, "The buffer backbone.0.count is used by layers of several stages"),
         (Penalty, "create_graph=True"),

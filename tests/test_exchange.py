@@ -48,20 +48,29 @@ class Step(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def texts_of(name: str, stages: int = 1, chunks: int = 4, **options: Any) -> list[str]:
+def texts_of(
+    name: str, stages: int = 1, chunks: int = 4, samples: int = SAMPLES, **options: Any
+) -> list[str]:
     """What a run warns of."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, FEATURES, generator=generator)
     tokens = torch.randint(1, CLASSES, (SAMPLES, TOKENS), generator=generator)
     y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     w = torch.rand(SAMPLES, generator=generator)
-    loader = DataLoader(TensorDataset(x, tokens, y, w), SAMPLES)
+    data = TensorDataset(*(each[:samples] for each in (x, tokens, y, w)))
     torch.manual_seed(0)
     module = type("Kind", (Step,), {"loss": (ALONE | TOGETHER)[name]})()
     strategy = GPipeStrategy(chunks, step="micro-batch", backbone="body")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        train(module, loader, strategy=strategy, devices=stages, max_epochs=3, **options)
+        train(
+            module,
+            DataLoader(data, samples),
+            strategy=strategy,
+            devices=stages,
+            max_epochs=3,
+            **options,
+        )
     texts = [str(each.message) for each in found]
     return [text for text in texts if "together" in text or "different numbers" in text]
 
@@ -256,7 +265,15 @@ def only_logged(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tens
     return F.cross_entropy(scores, y)
 
 
+def compared(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    views = scores_of(m, torch.cat([x, -x, x + 1])).chunk(3)
+    one, other, third = (F.normalize(view, dim=1) for view in views)
+    same = torch.arange(len(x))
+    return F.cross_entropy(one @ other.T, same) + F.cross_entropy(one @ third.T, same)
+
+
 TOGETHER: dict[str, Any] = {
+    "views": compared,
     "rewards": rewarded,
     "shares of samples": by_turns,
     "self-paced": self_paced,
@@ -278,13 +295,13 @@ TOGETHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_is_told_of_samples_that_are_alone(name: str) -> None:
-    assert texts_of(name) == texts_of(name, chunks=5) == []  # of 3 samples or 4
+    assert texts_of(name, chunks=5) == texts_of(name, chunks=6) == []  # of 4 samples, then 3
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_samples_that_are_computed_together_are_told_of(name: str) -> None:
-    for chunks in 4, 8:  # of 2 samples
-        (text,) = texts_of(name, chunks=chunks)
+    for chunks, samples in (4, 16), (5, 15), (8, 16):
+        (text,) = texts_of(name, chunks=chunks, samples=samples)
         assert "together" in text
     assert texts_of(name, chunks=1) == []
 

@@ -569,11 +569,20 @@ class Penalised(models.Language):
         return loss
 
 
+class SampleBySample(models.Language):
+    """Computes the loss of each sample in a function transform."""
+
+    def loss(self, batch: Any) -> Any:
+        tokens, targets = batch
+        return torch.vmap(functional.cross_entropy)(self(tokens), targets).mean()
+
+
 REFUSED = {
     Each: r"The loss has the shape \(18,\), and only a scalar can be trained by",
     Nothing: "returned no loss.*no micro-batch can be skipped",
     Nameless: "the 'loss' key needs to be present",
     Penalised: r"'grad' reads a value of the step that stage 1 has",
+    SampleBySample: "'cross_entropy' failed inside a function transform.*mini-batch",
     Together: "A MetricCollection of MeanMetric, MaxMetric is given a number.*one by one",
     Windowed: "Running counts updates.*mini-batch",
     SometimesWeighted: "returned a weight for some micro-batches and none for others",

@@ -10,7 +10,11 @@ from functools import partial
 import torch
 from torch.backends import cuda, cudnn
 
-from lightning_gpipe.model.redirect import refuse_checkpointed, refuse_reading
+from lightning_gpipe.model.redirect import (
+    refuse_checkpointed,
+    refuse_reading,
+    refuse_transforms,
+)
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.default_type import default_dtype
 
@@ -113,10 +117,12 @@ class ForwardContext:
                 of the step.
 
         Raises:
-            RuntimeError: If the backbone is called inside ``torch.utils.checkpoint``.
+            RuntimeError: If the backbone is called where no other stage could follow: by a data
+                loader, inside ``torch.utils.checkpoint`` or a function transform.
         """
         refuse_reading()
         refuse_checkpointed()
+        refuse_transforms()
         return cls(key, run_layer, Rounding.current(device) if runs_again else None)
 
     def restored(self) -> AbstractContextManager[None]:

@@ -201,3 +201,24 @@ def refuse_checkpointed() -> None:
             ' the backward. Call it without: GPipeStrategy(checkpoint="always") re-materializes all'
             " of its layers. What a layer does inside may use torch.utils.checkpoint."
         )
+
+
+def is_transforming() -> bool:
+    """Whether a function transform runs: one of ``torch.func``, or forward-mode differentiation."""
+    in_forward_mode: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    return in_forward_mode >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_transforms() -> None:
+    """Refuse calls of the backbone inside a function transform, which no other stage would see.
+
+    Raises:
+        RuntimeError: If the running call is one.
+    """
+    if is_transforming():
+        raise RuntimeError(
+            "The backbone is called inside a function transform (vmap, grad, vjp, jvp and the like"
+            " of torch.func, or torch.autograd.forward_ad), which goes no further than a stage."
+            " Transform what stands behind the backbone alone, or call a copy that isn't the"
+            " backbone (self.other = copy.deepcopy(self.backbone))."
+        )

@@ -28,6 +28,7 @@ from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.numbered import Numbered
 from lightning_gpipe.model.outlines import Outlines
 from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.redirect import is_transforming
 from lightning_gpipe.model.remote import (
     NotHere,
     Number,
@@ -72,6 +73,11 @@ _KEPT = (
     "'{name}' takes values of another stage and what a layer or a hook has kept of the forward,"
     " which stage {stage} alone has. Return it with the backbone's output, shape [batch, ...], and"
     " let the step use that."
+)
+_TRANSFORMED = (
+    "'{name}' failed inside a function transform (vmap, grad and the like of torch.func), which on"
+    " this stage may have been given values of another one. Compute it without, or use"
+    " GPipeStrategy(step='mini-batch')."
 )
 
 
@@ -233,7 +239,12 @@ class StepTrace(TorchFunctionMode):
                 self._seed(self.micro_batch, self._calls)
             if any(type(tensor) is RemoteTensor for tensor in given):
                 args, kwargs = tree_map(told, (args, kwargs))
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except Exception as error:
+                if is_transforming():
+                    raise NotHere(_TRANSFORMED.format(name=name)) from error
+                raise
             # of what was told it has changed the value: other stages number the tensor
             result = next((t for t in written if told(t) is result), result)
         elif is_kept:

@@ -23,6 +23,8 @@ A, B, NEITHER = range(3)
 def halves_of(samples: int, seed: int) -> list[Tensor]:
     """Ways to put samples into halves: of four, any two are in the same half in one of them.
 
+    What a half has more than the other one has no counterpart, and is in neither.
+
     Args:
         samples: How many there are.
         seed: Of their order.
@@ -31,7 +33,14 @@ def halves_of(samples: int, seed: int) -> list[Tensor]:
         samples, device="cpu", generator=torch.Generator("cpu").manual_seed(seed)
     )
     ways = places & 1, places >> 1 & 1, (places ^ places >> 1) & 1
-    return [way for way in ways if way.any()][: max(samples - 1, 0)]
+    return [_in_pairs(way) for way in ways if way.any()][: max(samples - 1, 0)]
+
+
+def _in_pairs(halves: Tensor) -> Tensor:
+    a, b = (halves == A).nonzero()[:, 0], (halves == B).nonzero()[:, 0]
+    for more, fewer in (a, b), (b, a):
+        halves[more[len(fewer) :]] = NEITHER
+    return halves
 
 
 def of_rows(halves: Tensor, rows: int) -> Tensor | None:
@@ -84,9 +93,7 @@ def exchanged(tensor: Tensor, halves: Tensor) -> list[Tensor]:
         tensor: The tensor.
         halves: To which half each of its rows belongs.
     """
-    first, second = (halves == A).nonzero()[:, 0], (halves == B).nonzero()[:, 0]
-    count = min(len(first), len(second))
-    a, b, found = first[:count], second[:count], []
+    a, b, found = (halves == A).nonzero()[:, 0], (halves == B).nonzero()[:, 0], []
     for in_a, in_b in (a, b), (b, a), (a, a), (b, b):
         index = torch.arange(len(halves), device="cpu")
         index[a], index[b] = in_a, in_b

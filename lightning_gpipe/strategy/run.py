@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -384,6 +385,11 @@ def _synchronized_batch_norm(
 
 def _complete(optimizers: Sequence[Optimizer]) -> None:
     """Give optimizers what a copy gets, which some that wrap another, such as Lookahead, lack."""
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
     for optimizer in optimizers:
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # no constructor of its class ran
+        own = vars(optimizer)
+        if not own.keys() >= {*hooks, "_optimizer_state_dict_pre_hooks"}:  # no constructor ran
             Optimizer.__setstate__(optimizer, {})
+        for name in hooks:
+            if type(own[name]) is dict:  # nothing can refer to one weakly
+                own[name] = OrderedDict(own[name])
