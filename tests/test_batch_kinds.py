@@ -202,6 +202,23 @@ def test_an_array_that_is_the_same_in_each_batch_is_told_of() -> None:
         weights(Constant, 1, "micro-batch")
 
 
+class Graph(Kind):
+    """Nodes are samples, with a row and a column for each."""
+
+    def made(self, x: Tensor, y: Tensor) -> Any:
+        return {"x": x, "y": y, "edges": torch.ones(len(x), len(x), dtype=x.dtype)}
+
+    def taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["edges"] @ batch["x"], batch["y"]
+
+
+def test_a_step_that_needs_all_samples_at_a_time_says_so() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        weights(Graph, 1, "micro-batch")
+    (note,) = caught.value.__notes__
+    assert "came with the shape (2, 8), as 2 of its 8 rows. If it relates all samples" in note
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])

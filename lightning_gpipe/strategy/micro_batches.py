@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gpipe.engine.running import Outcome
+from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.remote import device_of
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy import _lightning
@@ -85,7 +86,11 @@ class _MiniBatch:
         if not m and self.buffers is not None:
             self.buffers.begin()
         with nullcontext() if self.attributes is None else self.attributes.followed(m):
-            result = self.step(self.parts[m], *self.rest)
+            try:
+                result = self.step(self.parts[m], *self.rest)
+            except (RuntimeError, ValueError, LookupError) as error:
+                self._explain(error, m)
+                raise
         if self.trains:
             result = _with_scalar(result)
         self.results.append(_detached(result))
@@ -100,6 +105,21 @@ class _MiniBatch:
             exchange.end(loss if self.trains else None, weight, means)
             look = exchange.look
         return Outcome(loss, weight, look)
+
+    def _explain(self, error: Exception, m: int) -> None:
+        """Add to a step's error that a tensor may have a row and a column for each sample."""
+        size, samples = self.sizes[m], sum(self.sizes)
+        for tensor in tensors_of(self.parts[m]) if len(self.sizes) > 1 else ():
+            if tensor.shape[:1] == (size,) and samples in tensor.shape[1:]:
+                shape = tuple(tensor.shape)
+                add_note(
+                    error,
+                    f"With step='micro-batch' a tensor of the batch came with the shape {shape}, as"
+                    f" {size} of its {samples} rows. If it relates all samples to each other, as"
+                    " the adjacency of a graph does, they can't be split: use"
+                    " GPipeStrategy(step='mini-batch') or chunks=1.",
+                )
+                return
 
     def _rows(self) -> list[Tensor]:
         """The tensors in the first micro-batch that have a row for each sample."""
