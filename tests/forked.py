@@ -50,8 +50,13 @@ def forking(**options: Any) -> Any:
     return trainer(devices=2, strategy=strategy, max_epochs=2, **options)
 
 
-def types(precision: str) -> None:
+def types(_: str) -> None:
     """Types and values are those of a plain Trainer, in the same tensors."""
+    for precision in "64-true", "bf16-true":
+        of_type(precision)
+
+
+def of_type(precision: Any) -> None:
     runs = []
     for run in (
         trainer(devices=1, max_epochs=2, precision=precision),

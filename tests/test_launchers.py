@@ -17,7 +17,7 @@ import torch
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.strategy import advice
-from tests import scripts
+from tests import forked, scripts
 from tests.models import Around
 from tests.ranks import free_port
 from tests.scripts import Script
@@ -216,7 +216,7 @@ def test_the_first_process_may_have_trained_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(found, module.state_dict(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("arguments", "given"), [(["-"], True), ([], True), (["-c"], False)])
+@pytest.mark.parametrize(("arguments", "given"), [([], True), (["-c"], False)])
 def test_a_script_that_is_in_no_file(arguments: list[str], given: bool) -> None:
     text = "from tests.launched import main; main('popen', 1, 'never')"
     ended = subprocess.run(
@@ -287,24 +287,10 @@ def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("what", "argument"),
-    [
-        ("types", "64-true"),
-        ("types", "bf16-true"),
-        ("saving", "."),
-        ("tuning", "."),
-        ("predicting", "."),
-        ("drawing", "."),
-        ("made_by_fork", "."),
-        ("made_by_popen", "."),
-    ],
-)
-def test_the_process_that_has_forked_others(what: str, argument: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.forked", what]
-    code, screen = scripts.run(
-        [*command, str(tmp_path) if argument == "." else argument], 90, cwd=ROOT, env=environment()
-    )
+@pytest.mark.parametrize("what", [run.__name__ for run in forked.RUNS])
+def test_the_process_that_has_forked_others(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.forked", what, str(tmp_path)]
+    code, screen = scripts.run(command, 120, cwd=ROOT, env=environment())
     assert code == 0, screen
 
 
