@@ -376,10 +376,43 @@ def test_a_step_that_fails_is_not_held(monkeypatch: Any) -> None:
     assert [ref() for ref in made] == [None]
 
 
-@pytest.mark.parametrize(("limit", "at_most"), [("_ELEMENTS", 100), ("_FUNCTIONS", 3)])
-def test_large_steps_are_not_looked_at(limit: str, at_most: int, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("limit", "at_most", "cause"),
+    [("_ELEMENTS", 100, "more than 100 numbers"), ("_FUNCTIONS", 3, "more than 3 functions")],
+)
+def test_large_steps_are_not_looked_at(
+    limit: str, at_most: int, cause: str, monkeypatch: Any, caplog: Any
+) -> None:
     monkeypatch.setattr(f"lightning_gpipe.strategy.exchange.{limit}", at_most)
     assert texts_of("a covariance that is logged") == []
+    assert caplog.text.count(cause) == caplog.text.count("can't be checked") == 1
+
+
+def reading(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    return losses.mean() * (1 if float(losses.max()) > -1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "chunks", "cause"),
+    [
+        (compared, SAMPLES, "A micro-batch has one sample."),
+        (reading, 4, "The step reads numbers by '__float__'."),
+        (drawn_until_it_fits, 4, "draws other numbers for the same sample."),
+    ],
+)
+def test_it_is_said_once_why_a_loss_is_not_looked_at(
+    loss: Any, chunks: int, cause: str, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setitem(ALONE, "one", loss)
+    assert texts_of("one", chunks=chunks) == []
+    assert caplog.text.count("Here that can't be checked") == 1
+    assert cause in caplog.text
+
+
+def test_nothing_is_said_of_a_loss_that_is_looked_at(caplog: Any) -> None:
+    assert texts_of("two views") == []
+    assert "can't be checked" not in caplog.text
 
 
 def test_a_function_without_a_name_is_told_of(monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ first micro-batch's step are noted, and run again with samples exchanged; see :m
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
 from lightning_gpipe.strategy.halves import halves_of
 from lightning_gpipe.strategy.noted import Noted
-from lightning_gpipe.strategy.replay import Replay
+from lightning_gpipe.strategy.replay import CannotReplay, Replay
 
+_log = logging.getLogger("lightning.pytorch")
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
 #: memory of the one, and half a millisecond for each of the other.
 _ELEMENTS, _FUNCTIONS = 2**22, 500
@@ -38,6 +40,11 @@ _VALUE = (
     " step='micro-batch' of those of a micro-batch alone. Compute it in a hook, such as"
     " on_validation_epoch_end, of what the steps have returned, or use"
     " GPipeStrategy(step='mini-batch')."
+)
+_UNKNOWN = (
+    "With step='micro-batch' the loss must be a mean over samples or tokens, each by itself: one of"
+    " several samples together, such as a contrastive loss, sees those of a micro-batch alone."
+    " Here that can't be checked: %s"
 )
 
 
@@ -62,6 +69,7 @@ class Exchange:
         self._loss: Tensor | None = None
         self._weight: Any = None
         self._means: Sequence[tuple[str, Tensor]] = ()
+        self._cause = ""  # why the step can't run again; nothing: it can, as far as is known
 
     def is_due(self, kind: str) -> bool:
         """Whether a mini-batch that is about to begin is looked at.
@@ -82,6 +90,7 @@ class Exchange:
         """
         self._noted.clear()
         self._rows, self._samples, self._elements = rows, samples, 0
+        self._cause = "" if samples > 1 else "A micro-batch has one sample."
 
     def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function of the step has made; see :data:`step_trace.Follow`."""
@@ -91,7 +100,11 @@ class Exchange:
             self._noted.append(Noted.now(ran, is_here, self._groups.device))
             if is_here:
                 self._elements += sum(tensor.numel() for tensor in ran.made)
-            if self._elements > _ELEMENTS or len(self._noted) > _FUNCTIONS:
+            if self._elements > _ELEMENTS:
+                self._cause = f"Outside the backbone it makes more than {_ELEMENTS:,} numbers."
+                self.forget()
+            elif len(self._noted) > _FUNCTIONS:
+                self._cause = f"The step calls more than {_FUNCTIONS} functions."
                 self.forget()
 
     def forget(self) -> None:
@@ -117,8 +130,8 @@ class Exchange:
             What has mixed samples in the loss: the name of a function, or nothing where it isn't
             known; None: nothing is known to have done so.
         """
-        found = self._find(names=False)
-        if found != _Found():
+        found, trains = self._find(names=False), self._loss is not None
+        if found.mixes:
             found = self._find(names=True)
         self.forget()
         if found.before is not None and self._groups.is_first:
@@ -129,6 +142,10 @@ class Exchange:
         for what, name in found.means.items() if found.loss is None else ():
             by = f"'{name}' computes it" if name else "it is computed"
             self._tell(what, _VALUE.format(what=what, by=by))
+        is_told = found.is_known or found.before is not None
+        if trains and not is_told and _UNKNOWN not in self._warned:
+            self._warned.add(_UNKNOWN)
+            _log.info(_UNKNOWN, self._cause or "It isn't known what it is computed of.")
         return found.loss
 
     def _find(self, names: bool) -> _Found:
@@ -138,9 +155,15 @@ class Exchange:
             return found
         for halves in halves_of(self._samples, self._number):
             replay = Replay(self._trace, self._rows, halves, self._number, names)
-            with warnings.catch_warnings(), suppress(Exception):  # any that functions raise
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                replay.run(self._noted)
+                try:
+                    replay.run(self._noted)
+                except CannotReplay as error:
+                    self._cause = str(error)
+                except Exception as error:  # any that functions raise
+                    self._cause = f"Run again with other samples it fails ({error!r})."
+            found.is_known |= replay.knows(self._loss)
             found.before = _better(found.before, replay.mixer_before)
             with suppress(Exception):  # or their backwards
                 found.loss = _better(found.loss, replay.mixer_of_loss(self._loss, self._weight))
@@ -163,11 +186,18 @@ class _Found:
         before: What does so before the backbone; None: nothing.
         loss: Of which the loss comes; None: it doesn't.
         means: Of which other means come, by what they are.
+        is_known: Whether it is known what the loss is computed of.
     """
 
     before: str | None = None
     loss: str | None = None
     means: dict[str, str] = field(default_factory=dict)
+    is_known: bool = False
+
+    @property
+    def mixes(self) -> bool:
+        """Whether anything does so."""
+        return self.before is not None or self.loss is not None or bool(self.means)
 
 
 def _better(name: str | None, other: str | None) -> str | None:

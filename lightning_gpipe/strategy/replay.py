@@ -116,6 +116,10 @@ class Replay:
             if moves_rows(each.ran):
                 self._has_moved |= not each.is_here or any(map(self._is_moved, each.ran.made))
 
+    def knows(self, value: Any) -> bool:
+        """Whether it is known what a value is in the runs."""
+        return id(value) in self._known
+
     def mixer_of_loss(self, loss: Any, weight: Any) -> str | None:
         """Which function has computed samples together, of which a loss comes.
 
@@ -219,7 +223,7 @@ class Replay:
         with torch.set_grad_enabled(noted.has_grad), context, default_dtype(noted.default):
             runs = [self._run_once(ran, k) for k in range(4)]
         if not ran.made and not are_alike([run.result for run in runs]):
-            raise CannotReplay(f"'{ran.name}' has read values.")
+            raise CannotReplay(f"The step reads numbers by '{ran.name}'.")
         if may_draw(ran.name) and not draw_the_same(runs):
             raise CannotReplay(f"'{ran.name}' draws other numbers for the same sample.")
         before = next((four.mixer for four in given if four is not None and four.mixer), "")
@@ -326,14 +330,14 @@ def _check_writes(ran: Ran, known: Mapping[int, _Four]) -> None:
         CannotReplay: If something else would be.
     """
     if not only_computes(ran.function):
-        raise CannotReplay(f"'{ran.name}' may do anything, such as talk to other ranks.")
+        raise CannotReplay(f"'{ran.name}' may do more than compute.")
     if moves_statistics(ran):
-        raise CannotReplay("A normalisation takes statistics of the micro-batch, by design.")
+        raise CannotReplay("A normalisation outside the backbone is of each micro-batch.")
     for tensor in changed_by(ran):
         four = known.get(id(tensor))
         places = {t.untyped_storage().data_ptr() for t in four.values} if four else ()
         if len(places) < 4:  # something else's, which isn't a run's own
-            raise CannotReplay(f"'{ran.name}' changes something.")
+            raise CannotReplay(f"'{ran.name}' changes what the step hasn't made.")
 
 
 def _has_places(ran: Ran, given: Sequence[_Four | None], samples: int) -> bool:
