@@ -142,10 +142,10 @@ class Exchange:
         for what, name in found.means.items() if found.loss is None else ():
             by = f"'{name}' computes it" if name else "it is computed"
             self._tell(what, _VALUE.format(what=what, by=by))
-        is_told = found.is_known or found.before is not None
-        if trains and not is_told and _UNKNOWN not in self._warned:
+        if trains and _UNKNOWN not in self._warned:  # later ones may be a smaller rest
             self._warned.add(_UNKNOWN)
-            _log.info(_UNKNOWN, self._cause or "It isn't known what it is computed of.")
+            if not found.is_known and found.before is None:
+                _log.info(_UNKNOWN, self._cause or "It isn't known what it is computed of.")
         return found.loss
 
     def _find(self, names: bool) -> _Found:
