@@ -172,7 +172,7 @@ def test_processes_can_be_started_after_what_a_notebook_did(
     (tmp_path / "notebook.py").write_text(FIRST)
     command = [sys.executable, str(tmp_path / "notebook.py"), first, start_method]
     code, screen = scripts.run(
-        command, 120, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
+        command, 240, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
     )
     assert code == 0, screen
     assert screen.rstrip().endswith("trained on 2"), screen
