@@ -1,9 +1,10 @@
-"""What stages log with different values, by hooks that run on one of them."""
+"""What stages log with different values, and what layers have kept of a micro-batch."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.models import Around
+from tests.models import WIDTH, Around
 from tests.ranks import run_ranks
 from tests.training import trainer
 
@@ -61,11 +62,85 @@ class KeptByHead(Kept):
         pass
 
 
-def told(kind: type[Logs], step: Any, stages: int) -> list[str]:
+class Balanced(nn.Linear):
+    """Keeps how evenly its output is spread, which several micro-batches don't average to."""
+
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.keep, self.balance, self.share = keep, 0.0, 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.balance = self.keep(y.softmax(-1).mean(0).square().sum())
+        return y
+
+
+class LogsKept(Around):
+    """Logs what a layer keeps."""
+
+    keep = staticmethod(torch.detach)
+    place = 0
+
+    def build(self) -> None:
+        super().build()
+        self.backbone.insert(self.place, Balanced(self.keep))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("kept", self.value())
+        self.log("share", self.backbone[self.place].share)
+        return loss
+
+    def value(self) -> Any:
+        return self.backbone[self.place].balance
+
+
+class LogsNumber(LogsKept):
+    keep = staticmethod(Tensor.item)
+
+
+class LogsLast(LogsKept):
+    place = 6
+
+
+class LogsComputed(LogsKept):
+    keep = staticmethod(torch.clone)
+
+    def value(self) -> Any:
+        return 2 * super().value()
+
+
+class LogsFromHook(LogsKept):
+    """A hook keeps it in the module."""
+
+    def build(self) -> None:
+        super().build()
+        self.last = torch.zeros(1, 1)
+        self.backbone[1].register_forward_hook(lambda _, __, y: setattr(self, "last", y.detach()))
+
+    def value(self) -> Any:
+        return self.last[0, 0]
+
+
+def told(kind: type[Around], step: Any, stages: int, chunks: int = 3) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(max_epochs=1, devices=stages, strategy=GPipeStrategy(3, step=step)).fit(kind())
-    return [str(w.message) for w in caught if "log different values" in str(w.message)]
+        strategy = GPipeStrategy(chunks, step=step)
+        trainer(max_epochs=1, devices=stages, strategy=strategy).fit(kind())
+    return [str(w.message) for w in caught if " log" in str(w.message)]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", [LogsKept, LogsNumber, LogsLast, LogsComputed, LogsFromHook])
+def test_what_layers_have_kept_is_told_of_once(kind: type[LogsKept], stages: int) -> None:
+    texts, *others = run_ranks(told, stages, kind, "mini-batch", stages)
+    assert len(texts) == 1
+    assert "logs 'kept', which a layer or a hook has kept" in texts[0]
+    assert others == [[]] * (stages - 1)
+
+
+def test_nothing_is_told_where_nothing_is_cut() -> None:
+    assert told(LogsKept, "mini-batch", 1, chunks=1) == []
 
 
 @pytest.mark.parametrize("kind", [Kept, KeptByHead])

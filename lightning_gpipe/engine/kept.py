@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_gpipe.comm.looks import is_due
+from lightning_gpipe.engine.autograd import Behind, LayerForwards
 from lightning_gpipe.tensors.tree import version_of
 
 
-class KeptTensors:
-    """The tensors that a forward leaves in attributes, alone or in lists, tuples and dicts.
+class KeptValues:
+    """The tensors and floats that a forward leaves in attributes, also in lists, tuples and dicts.
 
     Args:
         modules: In whose attributes; the backbone's and those around it.
@@ -23,27 +27,86 @@ class KeptTensors:
         self._modules = modules
         self._before = self._now()
 
-    def new(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Those that weren't there when this was made, or were changed in place since.
+    def tensors(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that weren't there when this was made, or were changed in place since.
 
         Args:
             given: What the forward was given, which isn't its own.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            memory = {_memory(tensor) for tensor in given}
-            return [
-                tensor
-                for key, tensor in self._now().items()
-                if key not in self._before and _memory(tensor) not in memory
-            ]
+        memory = {_memory(tensor) for tensor in given}
+        new = [value for value in self._new() if isinstance(value, Tensor)]
+        return [tensor for tensor in new if _memory(tensor) not in memory]
 
-    def _now(self) -> dict[tuple[int, int], Tensor]:
+    def floats(self) -> list[float]:
+        """Floats that weren't there."""
+        return [value for value in self._new() if isinstance(value, float)]
+
+    def _new(self) -> list[Any]:
+        return [value for key, value in self._now().items() if key not in self._before]
+
+    def _now(self) -> dict[tuple[int, int], Any]:
         with torch._C.DisableTorchFunctionSubclass():
             return {
-                (id(tensor), version_of(tensor)): tensor
+                (id(value), version_of(value) if isinstance(value, Tensor) else 0): value
                 for part in self._modules
-                for tensor in _attributes(part)
+                for value in _attributes(part)
             }
+
+
+class KeptInStep:
+    """What the forwards of a looked-at step have left in attributes: a micro-batch's, not a step's.
+
+    Args:
+        modules: In whose attributes.
+        forwards: When the layers ran in this step.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], forwards: LayerForwards) -> None:
+        self._modules, self._forwards = modules, forwards
+        self._counts: Counter[int] = Counter()
+        self._is_looked_at = False
+        self._memory: set[int] = set()
+        self._tensors: list[Tensor] = []  # so that their memory stays theirs
+        self._floats: list[float] = []
+
+    def begin_step(self, kind: int) -> None:
+        """Begin a step.
+
+        Args:
+            kind: Tells training from evaluation.
+        """
+        self._counts[kind] += 1
+        self._is_looked_at = is_due(self._counts[kind])
+        self._memory.clear()
+        self._tensors.clear()
+        self._floats.clear()
+
+    @contextmanager
+    def forward(self, given: Sequence[Tensor]) -> Iterator[None]:
+        """Run the layers inside this context.
+
+        Args:
+            given: What the forward was given.
+        """
+        if not self._is_looked_at:
+            yield
+            return
+        kept = KeptValues(self._modules)
+        yield
+        tensors = kept.tensors(given)
+        self._tensors += tensors
+        self._memory |= {_memory(tensor) for tensor in tensors}
+        self._floats += kept.floats()
+
+    def has(self, value: Any) -> bool:
+        """Whether a value is one of them, shares memory with one, or is differentiated by one."""
+        if not self._is_looked_at:
+            return False
+        if not isinstance(value, Tensor):
+            return any(value is kept for kept in self._floats)
+        with torch._C.DisableTorchFunctionSubclass():
+            is_kept = bool(self._memory) and _memory(value) in self._memory
+        return is_kept or self._forwards.problem(Behind.of([value])) is not None
 
 
 def _memory(tensor: Tensor) -> int:
@@ -52,7 +115,7 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if is_plain else id(tensor)
 
 
-def _attributes(module: nn.Module) -> list[Tensor]:
+def _attributes(module: nn.Module) -> list[Any]:
     others = ("_parameters", "_buffers", "_modules")
     values = [value for name, value in vars(module).items() if name not in others]
     seen: dict[int, Any] = {}
@@ -65,4 +128,5 @@ def _attributes(module: nn.Module) -> list[Tensor]:
         return False
 
     # a proxy claims to be of another class, or fails to tell
-    return [leaf for leaf in tree_leaves(values, is_seen) if issubclass(type(leaf), Tensor)]
+    leaves = tree_leaves(values, is_seen)
+    return [leaf for leaf in leaves if issubclass(type(leaf), Tensor) or type(leaf) is float]

@@ -24,7 +24,7 @@ from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.ends import OutputOutlines
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
-from lightning_gpipe.engine.kept import KeptTensors
+from lightning_gpipe.engine.kept import KeptValues
 from lightning_gpipe.engine.outside import Outside
 from lightning_gpipe.engine.overwritten import Overwrites
 from lightning_gpipe.engine.randomness import StepSeeds
@@ -285,13 +285,13 @@ class PerMicroBatch:
             running.source.give(m, given)
         name = running.names[m]
         is_looked_at = m == 0 and is_due(self._counts[running.kind])
-        kept = KeptTensors(self._modules) if is_looked_at else None
+        kept = KeptValues(self._modules) if is_looked_at else None
         with self.outside.forwards:
             for stage in self._rank.stages if m in running.plan.chained else [self._anchor]:
                 self._rank.executor.do(Action(stage, "F", m), batch)
         self._overwrites.mark(batch, given)
         if kept is not None:
-            self.trace.keep(kept.new(given.tensors()))
+            self.trace.keep(kept.tensors(given.tensors()))
         made = running.target.output(m) if groups.is_last else None
         if name not in self._outlines:
             found = self._outlines.of(made) if made is not None else None

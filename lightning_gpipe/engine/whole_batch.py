@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.executor import BeforeLast, MiniBatch
+from lightning_gpipe.engine.kept import KeptInStep
 from lightning_gpipe.engine.overwritten import Overwrites
 from lightning_gpipe.engine.rank import Rank
 from lightning_gpipe.engine.rank_plan import RankPlan
@@ -67,6 +69,7 @@ class WholeBatch:
         checkpoint: Which micro-batches are re-materialized.
         seed: Seed of the layers' random numbers; the same on every rank.
         parameters: The module's parameters by ``id``.
+        modules: All parts of the user's module.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class WholeBatch:
         checkpoint: Checkpoint,
         seed: int,
         parameters: frozenset[int],
+        modules: Sequence[nn.Module],
     ) -> None:
         groups = rank.groups
         self._placement = rank.placement
@@ -93,6 +97,8 @@ class WholeBatch:
         self._links, self._trial, self._executor = rank.links, rank.trial, rank.executor
         self._steering = Steering(groups, parameters)
         self._overwrites = Overwrites()
+        is_parted = chunks > 1 or groups.stages > 1
+        self._kept = KeptInStep(modules, self._steering.forwards) if is_parted else None
         self._last: Callable[[], MiniBatch | None] = lambda: None
 
     @property
@@ -111,6 +117,12 @@ class WholeBatch:
         self._calls_in_step = 0
         self._steering.begin_step()
         self._overwrites.forget()
+        if self._kept is not None:
+            self._kept.begin_step(step[0])
+
+    def is_kept(self, value: Any) -> bool:
+        """Whether layers have left a value in attributes in this step, as far as was looked."""
+        return self._kept is not None and self._kept.has(value)
 
     # ------------------------------------------------------------------ forward
 
@@ -134,7 +146,8 @@ class WholeBatch:
         """
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
-        with span("gpipe_forward"), self._steering.forwards:
+        looked_at = self._kept.forward(batch.tensors()) if self._kept else nullcontext()
+        with looked_at, span("gpipe_forward"), self._steering.forwards:
             self._executor.run(call.plan.forwards, call.batch)
         self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)

@@ -79,7 +79,7 @@ class PipelinedModule:
         if not self.is_lazy:
             self._lent = materialize(uncut.body)
         if not uncut.needs_input:
-            self._cut(None, self._context(run_layer))
+            self._cut(None, ForwardContext.current((), self.groups.device, run_layer))
 
     def adopt_optimizers(self) -> None:
         """Let optimizers hold the state that this rank keeps alone. Collective over replicas."""
@@ -137,6 +137,10 @@ class PipelinedModule:
     def message_s(self) -> float:
         """Seconds that a boundary takes to another rank. Collective over the pipeline."""
         return self._state.rank.links.message_s() if isinstance(self._state, Pipeline) else 0.0
+
+    def is_kept(self, value: Any) -> bool:
+        """Whether layers have left a value in attributes: see :meth:`WholeBatch.is_kept`."""
+        return isinstance(self._state, Pipeline) and self._state.engine.is_kept(value)
 
     @property
     def parts(self) -> Parts | None:
@@ -240,7 +244,7 @@ class PipelinedModule:
     def cut_unbuilt(self) -> None:
         """Cut what no rank has built, at the end of a run without a step. Collective."""
         if isinstance(self._state, Uncut) and self.is_lazy and self.groups.stages > 1:
-            self._cut(None, self._context(run_layer))
+            self._cut(None, ForwardContext.current((), self.groups.device, run_layer))
 
     def close(self, restore: bool) -> None:
         """Give the module back.
@@ -257,7 +261,7 @@ class PipelinedModule:
         """Run the backbone; ``input`` is named as nn.Sequential's."""
         pipeline = self._state
         if not isinstance(pipeline, Pipeline):
-            context = self._context(run_layer)
+            context = ForwardContext.current((), self.groups.device, run_layer)
             if self._is_probing:
                 raise Reached(input, context)
             pipeline = self._cut(input, context)
@@ -265,10 +269,6 @@ class PipelinedModule:
             pipeline.shared_state.step_calls()
             return pipeline.steps.call(input, run_layer)
         return pipeline.forward(input, run_layer)
-
-    def _context(self, run_layer: RunLayer) -> ForwardContext:
-        """What surrounds a call of the backbone now."""
-        return ForwardContext.current((), self.groups.device, run_layer)
 
     def _cut(self, sample: Any, context: ForwardContext) -> Pipeline:
         if isinstance(self._state, Pipeline):

@@ -256,11 +256,10 @@ class Uncut:
             part: [slot for slot in placement.own if min(slot.parts) == part] for part in own
         }
         known = frozenset(placement.parameters)
-        steps = measuring = None
+        steps, measuring, modules = None, None, [*self.module.modules()]
         if settings.step == "micro-batch":
             schedules = Schedules.unmeasured(settings, partition, groups.replicas)
             inside = {id(module) for module in self.body.modules()}
-            modules = [*self.module.modules()]
             outside = [m for m in modules if id(m) not in inside]
             batch_norm = DeferredBatchNorm(outside, deferred, groups.siblings, together=False)
             steps = PerMicroBatch(
@@ -268,7 +267,7 @@ class Uncut:
             )
             begin_to_watch(steps, placement, groups)
             measuring = Measuring(rank, schedules, groups)
-        engine = WholeBatch(rank, around.chunks, settings.recomputing, self.seed, known)
+        engine = WholeBatch(rank, around.chunks, settings.recomputing, self.seed, known, modules)
         is_told = (
             *(steps is not None, groups.stages == 1),
             outside_share(self.module, self.body) > OUTSIDE_LIMIT,

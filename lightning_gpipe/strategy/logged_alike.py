@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.looks import is_due
+from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.plan.settings import StepMode
 from lightning_gpipe.strategy import patches
 from lightning_gpipe.strategy.logged import SIGNATURE
@@ -26,43 +27,56 @@ _APART = 1e-3  # of the larger value: some kernels add up in any order
 _SMALL = 1e-6
 
 
+_KEPT = (
+    "The step logs {name!r}, which a layer or a hook has kept while the backbone ran, or which"
+    " depends on that: it is one micro-batch's, and other stages haven't got it. Return it with the"
+    " backbone's output, shape [batch, ...], and log what the step computes of that."
+)
+
+
 @contextmanager
-def attached(groups: Groups, step: StepMode) -> Generator[LoggedAlike, None, None]:
-    """Note what is logged inside this context, if every stage runs the whole step.
+def attached(pipeline: PipelinedModule, step: StepMode) -> Generator[LoggedAlike, None, None]:
+    """Note what is logged inside this context, where steps get the whole mini-batch.
 
     Args:
-        groups: The process groups.
+        pipeline: The pipeline.
         step: What the user's steps are given.
     """
-    logs = LoggedAlike(groups, step == "mini-batch" and groups.stages > 1)
+    stages = pipeline.groups.stages
+    is_on = step == "mini-batch" and not stages == pipeline.chunks == 1
+    logs = LoggedAlike(pipeline.groups, pipeline.is_kept, compares=is_on and stages > 1)
     log = patches.as_method(partial(logs.log, patches.LOG.current()))
-    with patches.LOG.replaced(log) if logs.is_on else nullcontext():
+    with patches.LOG.replaced(log) if is_on else nullcontext():
         yield logs
 
 
 class LoggedAlike:
-    """Compares the tensors that all stages log.
+    """Compares the tensors that all stages log, and finds what layers have kept.
 
     Numbers aren't compared: times and the like are each rank's own.
 
     Args:
         groups: The process groups.
-        is_on: Whether anything is compared.
+        is_kept: Whether layers have left a value in attributes in this step.
+        compares: Whether anything is compared.
     """
 
-    def __init__(self, groups: Groups, is_on: bool) -> None:
-        self._groups = groups
-        self.is_on = is_on
+    def __init__(self, groups: Groups, is_kept: Callable[[Any], bool], compares: bool) -> None:
+        self._groups, self._is_kept, self._compares = groups, is_kept, compares
         self._latest: dict[str, Tensor] = {}
+        self._kept: list[str] = []
         self._told: set[str] = set()
         self._backwards = 0
 
     def log(self, log: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
         """What ``self.log`` does: it is noted, too."""
         given = SIGNATURE.bind(module, *args, **kwargs).arguments
-        value = given["value"]
+        name, value = given["name"], given["value"]
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
-            self._latest[given["name"]] = value.detach().clone()
+            self._latest[name] = value.detach().clone()
+        if name not in self._told and self._is_kept(value):
+            self._tell(name, _KEPT.format(name=name))
+            self._kept.append(name)
         log(module, *args, **kwargs)
 
     @contextmanager
@@ -72,25 +86,33 @@ class LoggedAlike:
         Collective over the pipeline.
         """
         self._backwards += 1
-        if self.is_on and is_due(self._backwards):
+        if self._compares and is_due(self._backwards):
             self._compare()
         yield
 
     def _compare(self) -> None:
         own = {name: (float(value), value.dtype) for name, value in self._latest.items()}
         self._latest.clear()
-        first, *others = self._groups.pipeline.gather(own)
-        for stage, other in enumerate(others, 1):
-            for name in sorted(first.keys() & other.keys() - self._told):
+        (first, _), *others = self._groups.pipeline.gather((own, self._kept))
+        self._kept.clear()
+        for stage, (other, kept) in enumerate(others, 1):
+            for name in kept:
+                self._tell(name, _KEPT.format(name=name))
+            for name in sorted(first.keys() & other.keys()):
                 (shown, dtype), (found, _) = first[name], other[name]
                 if not _are_alike(shown, found, dtype):
-                    self._told.add(name)
-                    rank_zero_warn(
+                    self._tell(
+                        name,
                         f"The stages log different values of {name!r}: stage 0 {shown:.6g}, stage"
                         f" {stage} {found:.6g}. What stage 0 logs is shown. Hooks behind the"
                         " backbone run on the last stage, and layers on their own: compute it in"
-                        " the step, of the backbone's output."
+                        " the step, of the backbone's output.",
                     )
+
+    def _tell(self, name: str, text: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            rank_zero_warn(text)
 
 
 def _are_alike(a: float, b: float, dtype: torch.dtype) -> bool:

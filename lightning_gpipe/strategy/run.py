@@ -142,7 +142,7 @@ class Run:
             undo.enter_context(functional_calls.refused(self.pipeline))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
-            self._logs = undo.enter_context(logged_alike.attached(world.groups, settings.step))
+            self._logs = undo.enter_context(logged_alike.attached(self.pipeline, settings.step))
             self._steps = None
             if settings.step == "micro-batch":
                 self._steps = undo.enter_context(_stepping(trainer, self.pipeline))
