@@ -59,8 +59,8 @@ def types(_: str) -> None:
 def of_type(precision: Any) -> None:
     runs = []
     for run in (
-        trainer(devices=1, max_epochs=2, precision=precision),
-        forking(precision=precision),
+        trainer(devices=1, max_epochs=2, limit_train_batches=3, precision=precision),
+        forking(limit_train_batches=3, precision=precision),
     ):
         torch.manual_seed(5)
         module = Tied()

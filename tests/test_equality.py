@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import cache
 from typing import Any
 
@@ -78,8 +79,10 @@ def plain_run(case: str, optimizer: str) -> tuple[dict[str, torch.Tensor], dict[
     return initial, expected
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    [*itertools.product(CASES, (1, 2, 4)), ("plain", 3), ("trees", 3), ("chained", 3)],
+)
 def test_weights_equal_a_plain_trainers(case: str, stages: int) -> None:
     initial, expected = {}, {}
     for optimizer in MODES:

@@ -28,7 +28,7 @@ def run(*arguments: str, cwd: Path) -> str:
 
 
 def test_digits(tmp_path: Path) -> None:
-    screen = run("--epochs", "6", cwd=tmp_path)
+    screen = run("--epochs", "3", cwd=tmp_path)
     accuracy = re.search(r"^Test accuracy: (\S+)$", screen, re.MULTILINE)
     assert accuracy, screen
     assert float(accuracy[1]) >= 0.97

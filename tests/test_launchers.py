@@ -149,7 +149,7 @@ from tests.models import Around
 from tests.training import trainer
 
 if __name__ == "__main__":
-    strategy, again = (GPipeStrategy(3, start_method=sys.argv[2]) for _ in range(2))
+    strategy, again = (GPipeStrategy(3, start_method="fork") for _ in range(2))
     if sys.argv[1] == "one stage":
         trainer(devices=1, strategy=strategy, max_epochs=1).fit(Around())
     else:
@@ -163,16 +163,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "start_method"), [("one stage", "fork"), ("a plan", "fork"), ("one stage", "spawn")]
-)
-def test_processes_can_be_started_after_what_a_notebook_did(
-    first: str, start_method: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("first", ["one stage", "a plan"])
+def test_processes_can_be_started_after_what_a_notebook_did(first: str, tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(FIRST)
-    command = [sys.executable, str(tmp_path / "notebook.py"), first, start_method]
+    command = [sys.executable, str(tmp_path / "notebook.py"), first]
     code, screen = scripts.run(
-        command, 240, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
+        command, 120, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}
     )
     assert code == 0, screen
     assert screen.rstrip().endswith("trained on 2"), screen
@@ -252,10 +248,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
-def test_an_earlier_trainers_processes_are_too_few_or_too_many(
-    first: int, then: int, tmp_path: Path
-) -> None:
+def test_an_earlier_trainers_processes_are_too_few(tmp_path: Path) -> None:
+    first, then = 2, 3
     (tmp_path / "train.py").write_text(OTHER_NUMBER)
     command = [sys.executable, str(tmp_path / "train.py"), str(first), str(then)]
     code, screen = scripts.run(

@@ -377,7 +377,6 @@ CELLS: list[expected_memory.Cell] = [
     ("ConvNet", 2, 4, "never", ("micro-batch", "1f1b")),
     ("ConvNet", 4, 16, 2, ("micro-batch", "searched")),
     ("GPT-2", 2, 4, 2, ("mini-batch", "auto")),
-    ("GPT-2 with its head", 4, 4, "always", ("mini-batch", "auto")),
     ("GPT-2 with its head", 2, 4, "never", ("micro-batch", "1f1b")),
     ("Transformer between layers", 2, 4, "always", ("mini-batch", "auto")),
 ]

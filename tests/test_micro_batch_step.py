@@ -43,6 +43,7 @@ CASES: dict[str, tuple[type[models.Language], int, dict[str, Any]]] = {
     "GPT-2": (models.GPT2, 4, {}),
     "BERT": (models.Bert, 4, {}),
 }
+LARGE = ("GPT-2", "BERT")
 #: Stages, virtual stages, checkpoint, schedule.
 LAYOUTS: list[tuple[int, int, Any, str]] = [
     (1, 1, "except_last", "auto"),
@@ -63,7 +64,7 @@ def layouts_of(case: str) -> list[tuple[int, int, Any, str]]:
         return LAYOUTS
     first, *others = LAYOUTS
     number = [*CASES].index(case)
-    left_out = {number % len(others), (number + 2) % len(others)}
+    left_out = {(number + k) % len(others) for k in ((0, 2, 3) if case in LARGE else (0, 2))}
     return [first, *(layout for k, layout in enumerate(others) if k not in left_out)]
 
 

@@ -405,9 +405,9 @@ def test_a_backward_that_was_disturbed_is_not_split() -> None:
     assert {action.op for program in found.programs for action in program} == {"F", "R", "B"}
 
 
-@pytest.mark.parametrize("number", range(0, 250, 50))
+@pytest.mark.parametrize("number", range(0, 125, 25))
 def test_fuzz_of_searched_programs(number: int) -> None:
-    for case, found in map(random_search, range(number, number + 50)):
+    for case, found in map(random_search, range(number, number + 25)):
         placement, micro_batches, mode, costs, limit = case
         validate(found)
         assert held(found) <= limit, case
@@ -462,9 +462,9 @@ def runs_one_message_at_a_time(schedule: Schedule) -> bool:
     return not any(queues)
 
 
-@pytest.mark.parametrize("number", range(0, 250, 50))
+@pytest.mark.parametrize("number", range(0, 125, 25))
 def test_ranks_post_messages_in_one_order(number: int) -> None:
-    for case, found in map(random_search, range(number, number + 50)):
+    for case, found in map(random_search, range(number, number + 25)):
         placement, micro_batches, mode, _, _ = case
         schedules = [found, fill_drain(placement, micro_batches, mode)]
         if placement == rounds(max(placement) + 1, placement.count(0)):

@@ -323,20 +323,31 @@ class Mixed(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def shown(step: Any, sanity: int) -> list[Any]:
+    strategy = GPipeStrategy(4, balance="time", step=step)
+    how = {"precision": "bf16-mixed", "num_sanity_val_steps": sanity}
+    train(Mixed(), devices=2, strategy=strategy, max_steps=1, **how)
+    return TOLD[:5]
+
+
 @pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
 @pytest.mark.parametrize("sanity", [0, 1])
 def test_layers_run_as_in_training(step: Any, sanity: int) -> None:
     """Under the Trainer's autocast, even if a validation comes first."""
-    strategy = GPipeStrategy(4, balance="time", step=step, stages=1)
-    train(
-        Mixed(),
-        devices=1,
-        strategy=strategy,
-        max_steps=1,
-        precision="bf16-mixed",
-        num_sanity_val_steps=sanity,
-    )
-    assert TOLD[:5] == [(True, True, True, torch.bfloat16, 2)] * 5
+    first, _ = run_ranks(shown, 2, step, sanity)  # rank 0 measures
+    assert first == [(True, True, True, torch.bfloat16, 2)] * 5
+
+
+def test_one_stage_has_no_need_of_costs() -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 8)]
+
+    def measure() -> Any:
+        raise AssertionError("nothing is shared out")
+
+    balancing = Balancing(layers, run_layer, torch.ones(2, 4), measure, pytest.fail)
+    settings = Settings(4, 1, None, "time", "always", True)
+    partition = balancing.partition(1, settings)
+    assert (partition.sizes, partition.unit) == ((2,), "params")
 
 
 class Validating(ConvNet):

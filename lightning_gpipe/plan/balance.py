@@ -72,7 +72,11 @@ class Balancing:
             UntraceableLayer: If the user's cost function needs the input of a layer that can't run
                 without data.
         """
-        virtual, (costs, unit) = settings.virtual_stages, self._costs(settings, memories)
+        virtual = settings.virtual_stages
+        if stages * virtual == 1 and settings.balance in ("flops", "time"):  # nothing is shared out
+            costs, unit = parameter_costs(self.layers), "params"
+        else:
+            costs, unit = self._costs(settings, memories)
         if settings.sizes is not None:
             return Partition(settings.sizes, tuple(costs), unit, virtual)
         try:
