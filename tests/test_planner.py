@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan import cost, memory
+from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.plan.planner import Planner
 from lightning_gpipe.plan.plans import Plan, Plans
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.gpipe import fill_drain
 from lightning_gpipe.schedule.simulate import simulate
+from lightning_gpipe.tensors.tree import Tree
 from tests import expected_memory, step_models
 from tests.ranks import run_ranks
 from tests.training import train
@@ -161,7 +164,7 @@ def test_a_module_is_left_as_it_was() -> None:
         attributes = [dict(vars(part)) for part in module.modules()]
         batch = next(iter(module.train_dataloader()))
         state = torch.get_rng_state()
-        GPipeStrategy().plan(module, batch, devices=2)
+        GPipeStrategy().plan(module, batch, devices=2, chunks=[2, 4])
         assert torch.equal(torch.get_rng_state(), state)
         assert [type(part) for part in module.modules()] == kinds
         assert [dict(vars(part)) for part in module.modules()] == attributes
@@ -314,6 +317,25 @@ def test_one_layer_speaks_for_those_that_do_the_same(name: str) -> None:
         patch.object(cost, "signature", lambda *_: None),
     ):
         assert look() == at_once
+
+
+class Placed(nn.Identity):
+    """Knows its place, which it may use."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.layer_idx = place
+
+
+def test_hugging_faces_layers_do_the_same_in_any_place() -> None:
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    config = GPT2Config(n_embd=8, n_head=2, n_layer=2)
+    for kind, alike in ((partial(GPT2Block, config), True), (Placed, False)):
+        given = Tree.of(torch.ones(1, 2, 8), "The input")
+        first, second = (signature(kind(i), run_layer, i, given) for i in range(2))
+        assert (first == second) == alike
 
 
 class Repeats(nn.Module):

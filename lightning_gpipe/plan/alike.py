@@ -17,6 +17,8 @@ from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 _SEQUENCES = (list, tuple)
 _MAPPINGS = (dict, OrderedDict)
 _SETS = (set, frozenset)
+#: In Hugging Face's layers their place in a cache of keys and values, or a factor by it.
+_PLACE = "layer_idx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,10 @@ def _of_part(part: nn.Module, numbers: dict[int, int]) -> Hashable:
     kind = type(part)
     if any(vars(base).get("__slots__") for base in kind.__mro__):  # attributes that vars() hides
         return id(part)
-    return kind, tuple((name, _of_value(value, numbers)) for name, value in vars(part).items())
+    own = vars(part)
+    if _PLACE in own and kind.__module__.startswith("transformers."):
+        own = {name: value for name, value in own.items() if name != _PLACE}
+    return kind, tuple((name, _of_value(value, numbers)) for name, value in own.items())
 
 
 def _of_value(value: Any, numbers: dict[int, int]) -> Hashable:
