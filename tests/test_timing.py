@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.cost import step_costs
@@ -26,6 +27,7 @@ from tests.models import WIDTH
 from tests.ranks import run_ranks
 from tests.test_bits import ConvNet
 from tests.test_blocks import pipelined
+from tests.test_memory import Reads
 from tests.training import DEVICE, train
 
 CPU = torch.device("cpu")
@@ -338,16 +340,23 @@ def test_layers_run_as_in_training(step: Any, sanity: int) -> None:
     assert first == [(True, True, True, torch.bfloat16, 2)] * 5
 
 
-def test_one_stage_has_no_need_of_costs() -> None:
-    layers = [nn.Linear(4, 4), nn.Linear(4, 8)]
+def partition_of(stages: int, balance: Any, measure: Any, warn: Any) -> Partition:
+    layers = [nn.Linear(4, 4), Reads()]
+    balancing = Balancing(layers, run_layer, torch.ones(2, 4), measure, warn)
+    return balancing.partition(stages, Settings(4, stages, None, balance, "always", True))
 
-    def measure() -> Any:
-        raise AssertionError("nothing is shared out")
 
-    balancing = Balancing(layers, run_layer, torch.ones(2, 4), measure, pytest.fail)
-    settings = Settings(4, 1, None, "time", "always", True)
-    partition = balancing.partition(1, settings)
-    assert (partition.sizes, partition.unit) == ((2,), "params")
+@pytest.mark.parametrize("balance", ["flops", "time"])
+def test_one_stage_has_no_need_of_costs(balance: str) -> None:
+    found = partition_of(1, balance, partial(pytest.fail, "it was measured"), pytest.fail)
+    assert (found.sizes, found.unit) == ((2,), "params")
+
+
+def test_layers_that_need_values_are_balanced_by_parameters() -> None:
+    told: list[str] = []
+    assert partition_of(2, "flops", None, told.append).unit == "params"
+    assert len(told) == 1
+    assert "their operations can't be counted" in told[0]
 
 
 class Validating(ConvNet):
