@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,13 @@ def resnet() -> nn.Module:
             "as in a U-Net, let the layers hand tuples on",
         ),
         (lambda: module(one=nn.Linear(2, 2)), "`self.backbone = nn.Sequential(*blocks)`"),
+        (  # a teacher that isn't a copy
+            lambda: module(
+                teacher=nn.Sequential(*layers(4)).requires_grad_(False),
+                student=nn.Sequential(*layers()),
+            ),
+            "GPipeStrategy(backbone='student')",
+        ),
     ],
 )
 def test_the_remedy_is_for_this_model(build: Callable[[], nn.Module], remedy: str) -> None:
@@ -183,6 +191,21 @@ def test_names_of_backbones() -> None:
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     assert find_backbone(module(encoder=encoder), None) == "encoder.layers"
     assert find_backbone(module(body=nn.ModuleList(layers())), "body") == "body"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Sequential(*layers()),
+        lambda: nn.ModuleList(layers()),
+        lambda: Blocks(layers()),
+    ],
+)
+def test_a_frozen_copy_is_not_cut(build: Callable[[], nn.Module]) -> None:
+    net, head = build(), nn.Linear(4, 2)
+    frozen = copy.deepcopy(net).requires_grad_(False)
+    assert find_backbone(module(key=frozen, net=net, head=head), None) == "net"
+    assert find_backbone(module(net=frozen, head=head), None) == "net"
 
 
 class Stepped(nn.Module):

@@ -27,7 +27,8 @@ def find_backbone(
         name: Dotted name given by the user; ``None``: take the only :class:`Blocks`; an
             ``nn.ModuleList`` that holds more parameters than any ``nn.Sequential``; the only
             outermost ``nn.Sequential`` of two or more layers, or the one that has the layers of all
-            others; or the one that holds 80 % of the parameters and of the operations.
+            others; or the one that holds 80 % of the parameters and of the operations. Frozen
+            copies of another one, such as a teacher's that follows it, don't count.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
     Raises:
@@ -35,13 +36,14 @@ def find_backbone(
     """
     if name is not None:
         return _checked(module, name)
-    candidates = _without_parts(dict(_outermost(module, "")))
+    candidates = _without_copies(_without_parts(dict(_outermost(module, ""))))
     marked = [key for key, body in candidates.items() if isinstance(body, Blocks)]
     if len(marked) == 1:
         return marked[0]
     total = parameter_count([module]) or 1
     shares = {key: parameter_count([body]) / total for key, body in candidates.items()}
-    lists = {key: parameter_count([body]) / total for key, body in _lists(module, "")}
+    blocks = _without_copies(dict(_lists(module, "")))
+    lists = {key: parameter_count([body]) / total for key, body in blocks.items()}
     largest = max(lists, key=lambda key: lists[key], default=None)
     if largest is not None and lists[largest] > max(shares.values(), default=0.0):
         return largest
@@ -58,6 +60,8 @@ def find_backbone(
     rows = []
     for key in sorted(candidates, key=lambda key: -shares[key]):
         row = f"  {key!r}: {shares[key]:.0%} of the parameters"
+        if shares[key] and not _trains(candidates[key]):
+            row += ", frozen"
         if flops is not None:
             share = flops.get(key, 0.0) / operations
             row += f", {share:.0%} of the operations"
@@ -73,7 +77,7 @@ def find_backbone(
     raise ValueError(
         f"{type(module).__name__} has several nn.Sequential that could be cut into stages:\n"
         + "\n".join(rows)
-        + f"\n{_recipe(module, list(candidates))}{_otherwise(shares)}{hint}"
+        + f"\n{_recipe(module, list(candidates))}{_otherwise(candidates, shares)}{hint}"
     )
 
 
@@ -91,11 +95,23 @@ def _without_parts(candidates: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def _otherwise(shares: Mapping[str, float]) -> str:
+def _without_copies(bodies: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out frozen copies of others."""
+    looks = {
+        key: [(name, p.shape) for name, p in body.named_parameters()]
+        for key, body in bodies.items()
+    }
+    trained = [looks[key] for key, body in bodies.items() if _trains(body)]
+    return {k: body for k, body in bodies.items() if _trains(body) or looks[k] not in trained}
+
+
+def _trains(body: nn.Module) -> bool:
+    return any(p.requires_grad for p in body.parameters())
+
+
+def _otherwise(candidates: Mapping[str, nn.Module], shares: Mapping[str, float]) -> str:
     """How to cut a part of the model all the same."""
-    if not shares:
-        return ""
-    name = max(shares, key=lambda key: shares[key])
+    name = max(shares, key=lambda key: (_trains(candidates[key]), shares[key]))
     return (
         f" Or name one nn.Sequential, and the rest runs on every stage:"
         f" GPipeStrategy(backbone={name!r})."
