@@ -28,7 +28,7 @@ from lightning_gpipe.strategy.children import (
     children,
     refuse_another_number,
 )
-from lightning_gpipe.strategy.rendezvous import keep_port, leave_before_fork
+from lightning_gpipe.strategy.rendezvous import forget_meeting, keep_port, leave_before_fork
 
 
 class ScriptLauncher(_lightning.ScriptLauncher):
@@ -165,6 +165,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         self.procs = []  # an earlier run's, of the process that has started this one
+        forget_meeting()
         if self._python is not None:
             random.setstate(self._python)
             # PyTorch makes its threads anew after a fork when they are first asked for, and not

@@ -27,6 +27,8 @@ _LEAVE_S = 3.0
 _SOON_S = 30.0  # until it is told that others are waited for
 #: Where the processes met before an error.
 _met: list[Any] = []
+#: Ports where no one has told the processes to meet, with what keeps them.
+_found: dict[str, socket.socket] = {}
 
 
 def check_meeting(environment: Any, nodes: int, backend: str | None, device: torch.device) -> None:
@@ -75,20 +77,32 @@ def keep_port(environment: Any) -> None:
     """Keep the port where the processes will meet from other programs, while they start.
 
     Lightning finds a free one, which anyone may have taken when the first process listens there.
-    The socket that keeps it never listens: beside such a one, others that ask may, on Linux.
+    The socket that keeps it never listens: beside such a one, others that ask may, on Linux. One
+    that was found before isn't taken again: this process may have met itself there since, and its
+    store still have what those of an earlier run have left.
 
     Args:
         environment: Lightning's cluster environment.
     """
     if dist.is_initialized():
         os.environ.pop("MASTER_PORT", None)  # where this process's own group has met
+    before = os.environ.get("MASTER_PORT")
+    if before in _found:
+        del os.environ["MASTER_PORT"]
+        environment._main_port = -1  # its own note of it
+        _found.pop(before).close()
+    is_given = "MASTER_PORT" in os.environ
     port = environment.main_port
+    keeper = socket.socket()
+    if not is_given:
+        _found[str(port)] = keeper
     if sys.platform != "linux" or environment.node_rank() != 0:
         return
-    with socket.socket() as keeper, suppress(OSError):  # if it is taken, who listens there says so
+    with suppress(OSError):  # if it is taken, who listens there says so
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("", port))
-        keeper.detach()  # it is open until this process ends
+        if is_given:
+            keeper.detach()  # it is open until this process ends
 
 
 def join_world(
@@ -240,6 +254,11 @@ def leave_before_fork() -> None:
         )
     _leave_alone(None)
     gc.collect()
+
+
+def forget_meeting() -> None:
+    """Forget where the process from which this one was forked has met others."""
+    _met.clear()
 
 
 def gloo_interface() -> str | None:
