@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -844,3 +845,19 @@ def test_values_of_every_type_are_told() -> None:
     expected = kinds(0)
     for found in run_ranks(kinds, 2, 2):
         torch.testing.assert_close(found, expected)
+
+
+class LogsSteps(models.Language):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("latest", self.global_step, on_step=False, on_epoch=True, reduce_fx=max)
+        return super().training_step(batch, batch_idx)
+
+
+def test_whole_numbers_are_logged_as_a_plain_trainer_logs_them() -> None:
+    """Lightning warns of tensors of whole numbers, not of numbers."""
+    for options in {}, {"strategy": GPipeStrategy(4, step="micro-batch")}:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*needs to be floating.*")
+            run = trainer(devices=1, max_steps=3, limit_val_batches=0, **options)
+            run.fit(LogsSteps())
+        assert run.callback_metrics["latest"] == 2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -61,10 +61,10 @@ class Channel:
         data = self._bytes(nbytes)
         found = []
         for _ in range(times):
-            start = time.perf_counter()
+            start = perf_counter()
             self._wait(self.send(data, self.data, DATA))
             self._wait(back.receive(data, back.data, DATA))
-            found.append((time.perf_counter() - start) / 2)
+            found.append((perf_counter() - start) / 2)
         return statistics.median(found)
 
     def answer(self, back: Channel, nbytes: int, times: int = 3) -> None:

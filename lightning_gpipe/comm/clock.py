@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -41,7 +41,7 @@ class SharedClock:
         self,
         groups: Groups,
         here: str | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._groups, self._here, self._clock = groups, here or machine(), clock
         self._machines: tuple[list[str], list[str]] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from time import perf_counter
 
 
 class _Waiting(threading.local):
@@ -17,10 +17,10 @@ class _Waiting(threading.local):
     _since = 0.0
 
     def __enter__(self) -> None:
-        self._since = time.perf_counter()
+        self._since = perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._since
+        self.seconds += perf_counter() - self._since
 
 
 #: Wait for messages inside this context.

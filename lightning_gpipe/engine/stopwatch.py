@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +35,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_cuda = device.type == "cuda"
-        self._now: Callable[[], _Mark] = _event if self.on_cuda else time.perf_counter
+        self._now: Callable[[], _Mark] = _event if self.on_cuda else perf_counter
         self._since: _Mark = None
         self._start = self._begin = self._end = None
         self._waited = self._waited_inside = 0.0
@@ -133,7 +133,7 @@ class ActionRecording:
         last = torch.cuda.Event(enable_timing=True)
         last.record()
         last.synchronize()
-        now = time.perf_counter()
+        now = perf_counter()
 
         def seconds(event: _Mark) -> float:
             return now - float(event.elapsed_time(last)) / 1e3

@@ -150,4 +150,7 @@ def _takes_mean(entry: _Entry) -> bool:
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    """A tensor of a value; of a number as Lightning makes one."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")

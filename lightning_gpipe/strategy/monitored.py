@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from operator import add
+from time import perf_counter
 from types import NoneType
 from typing import Any
 
@@ -69,7 +69,7 @@ class Monitored:
     def skip_time(self) -> None:
         """Count what has passed since the last mini-batch for none."""
         if self._since is not None:
-            self._since = time.perf_counter()
+            self._since = perf_counter()
 
     def begin_batch(self) -> None:
         """Begin a mini-batch."""
@@ -83,7 +83,7 @@ class Monitored:
     def end_batch(self) -> None:
         """End it."""
         self.pause()
-        before, now = self._since, time.perf_counter()
+        before, now = self._since, perf_counter()
         sections = range(self._first_section, self._watch.section + 1)
         self._since, samples = now, self._watch.samples
         self._most_samples = max(self._most_samples, samples)  # an epoch's last has fewer
