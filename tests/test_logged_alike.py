@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import SumMetric
 
 from lightning_gpipe import GPipeStrategy
 from tests.models import WIDTH, Around
@@ -133,14 +134,58 @@ def told(kind: type[Around], step: Any, stages: int, chunks: int = 3) -> list[st
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", [LogsKept, LogsNumber, LogsLast, LogsComputed, LogsFromHook])
 def test_what_layers_have_kept_is_told_of_once(kind: type[LogsKept], stages: int) -> None:
-    texts, *others = run_ranks(told, stages, kind, "mini-batch", stages)
-    assert len(texts) == 1
-    assert "logs 'kept', which a layer or a hook has kept" in texts[0]
-    assert others == [[]] * (stages - 1)
+    ranks = run_ranks(told, stages, kind, "mini-batch", stages)
+    texts = [text for rank in ranks for text in rank]
+    found = [text for text in texts if "logs 'kept', which a layer or a hook has kept" in text]
+    assert len(found) == 1
+    assert all("different values of 'kept'" in text for text in texts if text not in found)
 
 
-def test_nothing_is_told_where_nothing_is_cut() -> None:
-    assert told(LogsKept, "mini-batch", 1, chunks=1) == []
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_nothing_is_told_where_nothing_is_cut(step: str) -> None:
+    assert told(LogsKept, step, 1, chunks=1) == []
+    assert told(LogsLater, step, 1, chunks=1) == []
+
+
+class LogsLater(Around):
+    """A hook logs what the step has set, and what a metric has of the mini-batch."""
+
+    def build(self) -> None:
+        super().build()
+        self.total, self.counted = SumMetric(), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last, self.number, self.kept = self.keep(loss), loss.detach() * 2, {"loss": loss}
+        self.total.update(torch.ones(len(batch[0])))
+        self.counted += len(batch[0])
+        return loss
+
+    keep = staticmethod(torch.detach)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("kept", self.last)
+        self.log("in a dict", self.kept["loss"])
+        self.log("of the mini-batch", outputs["loss"])
+        self.log("metric", self.total.compute())
+        self.log("counted", self.counted)
+
+
+class LogsLaterNumber(LogsLater):
+    keep = staticmethod(Tensor.item)
+
+
+@pytest.mark.parametrize(("kind", "stages"), [(LogsLater, 1), (LogsLaterNumber, 1), (LogsLater, 2)])
+def test_what_a_step_has_kept_is_told_of_once(kind: type[LogsLater], stages: int) -> None:
+    last = run_ranks(told, stages, kind, "micro-batch", stages)[-1]
+    assert [text.partition(" is logged after the step, of an")[0] for text in last] == [
+        "'kept'",
+        "'in a dict'",
+    ]
+
+
+def test_what_a_step_has_kept_of_a_mini_batch_is_right() -> None:
+    assert told(LogsLater, "mini-batch", 1) == []
 
 
 @pytest.mark.parametrize("kind", [Kept, KeptByHead])

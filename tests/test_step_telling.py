@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import lightning as L
+import numpy
 import pytest
 import torch
 import torchmetrics
@@ -681,29 +683,63 @@ def test_refusals(kind: type[models.Language]) -> None:
         run_ranks(refused, 2, kind)
 
 
+SEEN = {"samples": 0}
+
+
+class Sizes:
+    """What a user's object keeps of batches."""
+
+    def __init__(self) -> None:
+        self.latest, self.samples = deque[int](maxlen=100), 0
+        self.tensor, self.array = torch.zeros(()), numpy.zeros(1)
+
+    def add(self, samples: int) -> None:
+        self.latest.append(samples)
+        self.samples += samples
+        self.tensor += samples
+        self.array += samples
+
+    def all(self) -> list[float]:
+        return [sum(self.latest), self.samples, float(self.tensor), float(self.array[0])]
+
+
 class Counts(models.Language):
     """Counts its steps, before it calls the backbone."""
 
     def build(self) -> None:
         super().build()
         self.steps, self.seen = 0, []  # type: ignore[var-annotated]
+        self.samples, self.sizes, self.metric = torch.zeros(()), Sizes(), torchmetrics.SumMetric()
+        self.classes = torchmetrics.ConfusionMatrix("multiclass", num_classes=300)
 
     def loss(self, batch: Any) -> Any:
+        samples = len(batch[0])
         self.steps += 1
-        self.seen.append(len(batch[0]))
+        self.seen.append(samples)
+        self.samples += samples
+        self.sizes.add(samples)
+        self.metric.update(torch.ones(samples))
+        self.classes.update(*torch.ones(2, samples, dtype=torch.int64))
+        SEEN["samples"] += samples
         return super().loss(batch)
 
 
-def counts(stages: int) -> tuple[int, list[int]]:
+def counts(stages: int) -> tuple[int, list[int], list[float]]:
     module, strategy = Counts(), GPipeStrategy(4, stages=stages, step="micro-batch")
+    before = SEEN["samples"]
     run = trainer(max_steps=3, limit_val_batches=0, devices=stages, strategy=strategy)
-    run.fit(module)
-    return module.steps, module.seen
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The step changes")
+        run.fit(module)
+    metrics = [float(module.metric.sum_value), float(module.classes.confmat.sum())]
+    counted = [float(module.samples), SEEN["samples"] - before]
+    return module.steps, module.seen, [*counted, *module.sizes.all(), *metrics]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_step_runs_once_for_each_micro_batch(stages: int) -> None:
-    assert run_ranks(counts, stages, stages) == [(12, [3] * 12)] * stages
+    """What it has done before, to reach the backbone, is taken back."""
+    assert run_ranks(counts, stages, stages) == [(12, [3] * 12, [36] * 8)] * stages
 
 
 class Samples(models.Tied):

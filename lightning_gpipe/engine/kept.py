@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,39 +54,43 @@ class KeptValues:
 
 
 class KeptInStep:
-    """What the forwards of a looked-at step have left in attributes: a micro-batch's, not a step's.
+    """What a looked-at step has left in attributes of one micro-batch.
+
+    What metrics keep is of all micro-batches.
 
     Args:
         modules: In whose attributes.
-        forwards: When the layers ran in this step.
+        forwards: When the layers ran in this step, which alone are looked at; None: all of it is.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], forwards: LayerForwards) -> None:
-        self._modules, self._forwards = modules, forwards
-        self._counts: Counter[int] = Counter()
+    def __init__(self, modules: Sequence[nn.Module], forwards: LayerForwards | None) -> None:
+        self._modules = [module for module in modules if not _is_metric(module)]
+        self._forwards = forwards
+        self._counts: Counter[Hashable] = Counter()
         self._is_looked_at = False
         self._memory: set[int] = set()
         self._tensors: list[Tensor] = []  # so that their memory stays theirs
         self._floats: list[float] = []
 
-    def begin_step(self, kind: int) -> None:
+    def begin_step(self, kind: Hashable, parts: int) -> None:
         """Begin a step.
 
         Args:
             kind: Tells training from evaluation.
+            parts: The number of its micro-batches, times that of the stages that run all of it.
         """
         self._counts[kind] += 1
-        self._is_looked_at = is_due(self._counts[kind])
+        self._is_looked_at = parts > 1 and is_due(self._counts[kind])
         self._memory.clear()
         self._tensors.clear()
         self._floats.clear()
 
     @contextmanager
-    def forward(self, given: Sequence[Tensor]) -> Iterator[None]:
-        """Run the layers inside this context.
+    def running(self, given: Sequence[Tensor]) -> Iterator[None]:
+        """Run the layers, or the step, inside this context.
 
         Args:
-            given: What the forward was given.
+            given: What they are given.
         """
         if not self._is_looked_at:
             yield
@@ -106,7 +110,13 @@ class KeptInStep:
             return any(value is kept for kept in self._floats)
         with torch._C.DisableTorchFunctionSubclass():
             is_kept = bool(self._memory) and _memory(value) in self._memory
-        return is_kept or self._forwards.problem(Behind.of([value])) is not None
+        if is_kept or self._forwards is None:
+            return is_kept
+        return self._forwards.problem(Behind.of([value])) is not None
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,8 +96,7 @@ class WholeBatch:
         self._links, self._trial, self._executor = rank.links, rank.trial, rank.executor
         self._steering = Steering(groups, parameters)
         self._overwrites = Overwrites()
-        is_parted = chunks > 1 or groups.stages > 1
-        self._kept = KeptInStep(modules, self._steering.forwards) if is_parted else None
+        self._kept = KeptInStep(modules, self._steering.forwards)
         self._last: Callable[[], MiniBatch | None] = lambda: None
 
     @property
@@ -117,12 +115,11 @@ class WholeBatch:
         self._calls_in_step = 0
         self._steering.begin_step()
         self._overwrites.forget()
-        if self._kept is not None:
-            self._kept.begin_step(step[0])
+        self._kept.begin_step(step[0], self._chunks * self._groups.stages)
 
     def is_kept(self, value: Any) -> bool:
         """Whether layers have left a value in attributes in this step, as far as was looked."""
-        return self._kept is not None and self._kept.has(value)
+        return self._kept.has(value)
 
     # ------------------------------------------------------------------ forward
 
@@ -146,7 +143,7 @@ class WholeBatch:
         """
         split = Split.plan(batch, self._chunks, whole)
         call = self._begin(batch, split, run_layer)
-        looked_at = self._kept.forward(batch.tensors()) if self._kept else nullcontext()
+        looked_at = self._kept.running(batch.tensors())
         with looked_at, span("gpipe_forward"), self._steering.forwards:
             self._executor.run(call.plan.forwards, call.batch)
         self._trial.compare()

@@ -76,6 +76,26 @@ def shared_places(layers: Sequence[nn.Module], parts: Sequence[int]) -> dict[str
     return {f"{p.layers[0]} {p.name} {p.key} {isinstance(p.value, type)}": p for p in shared}
 
 
+def own_places(module: nn.Module, without: nn.Module) -> list[Place]:
+    """The places that a module can change, but for objects of installed packages.
+
+    Args:
+        module: The module.
+        without: One in it that isn't looked at, nor those inside it.
+    """
+    places = places_of(module, without)
+    foreign = tuple(
+        f"{place.name}{more}" for place in places if _is_foreign(place) for more in ".["
+    )
+    return [p for p in places if not _is_foreign(p) and not p.name.startswith(foreign)]
+
+
+def _is_foreign(place: Place) -> bool:
+    kinds = (type, ModuleType, Tensor, np.ndarray, *CONTAINERS)
+    is_object = place.key is None and not issubclass(type(place.value), (nn.Module, *kinds))
+    return is_object and _is_installed(type(place.value))
+
+
 def is_own(place: Place) -> bool:
     """Whether a place is the user's, no class, and not inside of something else."""
     kind = type(place.value)

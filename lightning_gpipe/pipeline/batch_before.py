@@ -1,7 +1,8 @@
-"""What a batch holds, to be put back after a step has changed it."""
+"""What a batch, or a module, holds, to be put back after a step has changed it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -17,9 +18,15 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
 class BatchBefore:
-    """The entries of the containers in a value, and the values of tensors and arrays."""
+    """The entries of the containers in a value, and the values of tensors and arrays.
 
-    def __init__(self, value: Any) -> None:
+    Args:
+        value: The value.
+        most: Elements up to which a tensor or an array is copied; None: each of them is.
+    """
+
+    def __init__(self, value: Any, most: int | None = None) -> None:
+        self._most = math.inf if most is None else most
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -34,10 +41,12 @@ class BatchBefore:
     def _note(self, item: Any) -> list[Any]:
         """Note what an object holds; returns it."""
         if isinstance(item, Tensor):
-            self._tensors.append((item, item.detach().clone(), version_of(item)))
+            if item.numel() <= self._most:
+                self._tensors.append((item, item.detach().clone(), version_of(item)))
             return []
         if isinstance(item, np.ndarray):
-            self._arrays.append((item, item.copy()))
+            if item.size <= self._most:
+                self._arrays.append((item, item.copy()))
             return []
         held: list[Any] = []
         if isinstance(item, CONTAINERS):
@@ -60,5 +69,5 @@ class BatchBefore:
             if version != version_of(tensor):
                 tensor.copy_(values)
         for array, elements in self._arrays:
-            if array.flags.writeable:
+            if array.flags.writeable and array.tobytes() != elements.tobytes():
                 array[...] = elements

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.model.layer_state import own_places
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import outside_buffers
 from lightning_gpipe.pipeline.batch_before import BatchBefore
 from lightning_gpipe.tensors.random_state import preserved
+
+#: Elements of a tensor or an array up to which its values are put back: data sets have more.
+_MOST = 1 << 24
 
 
 class Reached(BaseException):
@@ -44,12 +48,18 @@ def probe(
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
     kept = Attributes(module.modules())
+    places = own_places(module, body)
+    put_back = [place.keep() for place in places]
+    held = BatchBefore([place.entries() for place in places], _MOST)
     variables = copy_context()
     try:
         with torch.no_grad(), preserved(device):
             returned = variables.run(step)
     except Reached as reached:
         kept.restore()  # the step will run once more
+        for back in put_back:
+            back()
+        held.restore()
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)

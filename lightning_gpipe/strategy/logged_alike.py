@@ -22,16 +22,10 @@ from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.plan.settings import StepMode
 from lightning_gpipe.strategy import patches
 from lightning_gpipe.strategy.logged import SIGNATURE
+from lightning_gpipe.strategy.logged_kept import BY_LAYERS, LoggedKept
 
 _APART = 1e-3  # of the larger value: some kernels add up in any order
 _SMALL = 1e-6
-
-
-_KEPT = (
-    "The step logs {name!r}, which a layer or a hook has kept while the backbone ran, or which"
-    " depends on that: it is one micro-batch's, and other stages haven't got it. Return it with the"
-    " backbone's output, shape [batch, ...], and log what the step computes of that."
-)
 
 
 @contextmanager
@@ -44,27 +38,27 @@ def attached(pipeline: PipelinedModule, step: StepMode) -> Generator[LoggedAlike
     """
     stages = pipeline.groups.stages
     is_on = step == "mini-batch" and not stages == pipeline.chunks == 1
-    logs = LoggedAlike(pipeline.groups, pipeline.is_kept, compares=is_on and stages > 1)
+    logs = LoggedAlike(pipeline.groups, LoggedKept(pipeline.is_kept, BY_LAYERS), is_on)
     log = patches.as_method(partial(logs.log, patches.LOG.current()))
     with patches.LOG.replaced(log) if is_on else nullcontext():
         yield logs
 
 
 class LoggedAlike:
-    """Compares the tensors that all stages log, and finds what layers have kept.
+    """Compares the tensors that all stages log, and looks for what layers have kept.
 
     Numbers aren't compared: times and the like are each rank's own.
 
     Args:
         groups: The process groups.
-        is_kept: Whether layers have left a value in attributes in this step.
-        compares: Whether anything is compared.
+        kept: Looks for what layers have kept.
+        is_on: Whether anything is compared.
     """
 
-    def __init__(self, groups: Groups, is_kept: Callable[[Any], bool], compares: bool) -> None:
-        self._groups, self._is_kept, self._compares = groups, is_kept, compares
+    def __init__(self, groups: Groups, kept: LoggedKept, is_on: bool) -> None:
+        self._groups, self._kept = groups, kept
+        self._compares = is_on and groups.stages > 1
         self._latest: dict[str, Tensor] = {}
-        self._kept: list[str] = []
         self._told: set[str] = set()
         self._backwards = 0
 
@@ -74,9 +68,7 @@ class LoggedAlike:
         name, value = given["name"], given["value"]
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
             self._latest[name] = value.detach().clone()
-        if name not in self._told and self._is_kept(value):
-            self._tell(name, _KEPT.format(name=name))
-            self._kept.append(name)
+        self._kept.look(module, *args, **kwargs)
         log(module, *args, **kwargs)
 
     @contextmanager
@@ -93,26 +85,18 @@ class LoggedAlike:
     def _compare(self) -> None:
         own = {name: (float(value), value.dtype) for name, value in self._latest.items()}
         self._latest.clear()
-        (first, _), *others = self._groups.pipeline.gather((own, self._kept))
-        self._kept.clear()
-        for stage, (other, kept) in enumerate(others, 1):
-            for name in kept:
-                self._tell(name, _KEPT.format(name=name))
-            for name in sorted(first.keys() & other.keys()):
+        first, *others = self._groups.pipeline.gather(own)
+        for stage, other in enumerate(others, 1):
+            for name in sorted(first.keys() & other.keys() - self._told):
                 (shown, dtype), (found, _) = first[name], other[name]
                 if not _are_alike(shown, found, dtype):
-                    self._tell(
-                        name,
+                    self._told.add(name)
+                    rank_zero_warn(
                         f"The stages log different values of {name!r}: stage 0 {shown:.6g}, stage"
                         f" {stage} {found:.6g}. What stage 0 logs is shown. Hooks behind the"
                         " backbone run on the last stage, and layers on their own: compute it in"
-                        " the step, of the backbone's output.",
+                        " the step, of the backbone's output."
                     )
-
-    def _tell(self, name: str, text: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            rank_zero_warn(text)
 
 
 def _are_alike(a: float, b: float, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_gpipe.engine.kept import KeptInStep
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.remote import device_of
@@ -31,6 +32,7 @@ from lightning_gpipe.strategy.batches import (
 )
 from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.logged import StepLog
+from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
 from lightning_gpipe.strategy.merging import merge, weighted_mean
 from lightning_gpipe.strategy.recipes import may_be_mean
 from lightning_gpipe.strategy.step_attributes import StepAttributes
@@ -157,10 +159,13 @@ class MicroBatchSteps:
         self._buffers = StepBuffers(trainer.lightning_module, pipeline.backbone)
         self._attributes = StepAttributes(trainer.lightning_module, pipeline.backbone)
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
+        self._left = KeptInStep([*trainer.lightning_module.modules()], None)
+        self._logged_left = LoggedKept(self._left.has, BY_STEPS)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """What ``self.log`` does: in a step it is noted, and done once for the mini-batch."""
         if self._log is None:
+            self._logged_left.look(*args, **kwargs)
             original(*args, **kwargs)
         else:
             self._log.note(*args, **kwargs)
@@ -197,11 +202,13 @@ class MicroBatchSteps:
                 steps.attributes = self._attributes
             steps.exchange = self._exchange if self._exchange.is_due("training") else None
         scale = self._scale() / self._trainer.accumulate_grad_batches
+        self._left.begin_step("training", len(parts))
         self._log = steps.log
         try:
-            weighting = self._pipeline.train_steps(
-                (0, number), sizes, steps.given(), steps.run, scale, synchronize
-            )
+            with self._left.running(columns_of(batch)):
+                weighting = self._pipeline.train_steps(
+                    (0, number), sizes, steps.given(), steps.run, scale, synchronize
+                )
         finally:
             self._log = None
             self._exchange.forget()
@@ -224,11 +231,13 @@ class MicroBatchSteps:
         steps = _MiniBatch(step, parts, sizes, rest, self.metrics, trains=False)
         if len(parts) > 1 and self._exchange.is_due(kind):
             steps.exchange = self._exchange
+        self._left.begin_step(kind, len(parts))
         self._log = steps.log
         try:
-            weighting = self._pipeline.run_steps(
-                kind, (1, self._evaluations), sizes, steps.given(), steps.run
-            )
+            with self._left.running(columns_of(batch)):
+                weighting = self._pipeline.run_steps(
+                    kind, (1, self._evaluations), sizes, steps.given(), steps.run
+                )
         finally:
             self._log = None
             self._exchange.forget()
