@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.plan.optimizer_state import couples_parameters
 from lightning_gpipe.strategy.optimizer_refusals import refuse_optimizers
 from tests import models
 from tests.ranks import RankError, run_ranks
@@ -229,3 +231,10 @@ def test_gradients_in_a_forward_need_its_activations(kind: type[Descends]) -> No
             descend(kind, checkpoint, 1)
     found = run_ranks(descend, 2, kind, "never", 2)[0]
     torch.testing.assert_close(found, descend(kind, "never", 1))
+
+
+def test_an_optimizers_step_may_be_a_mock() -> None:
+    """Whose function has no module."""
+    step = torch.optim.Adam.step
+    with patch("torch.optim.Adam.step", autospec=True, side_effect=step):
+        assert not couples_parameters(torch.optim.Adam([nn.Parameter(torch.ones(2))]))

@@ -59,7 +59,8 @@ def couples_parameters(optimizer: Optimizer) -> bool:
     Copies step over two small parameters, with other gradients of the second one: does the first
     one end elsewhere? Where a copy can't step so, that isn't known, and not said.
     """
-    if type(optimizer).step.__module__.partition(".")[0] == "torch":
+    module = type(optimizer).step.__module__ or ""  # a mock's has no name
+    if module.partition(".")[0] == "torch":
         return False
     group = next((group for group in optimizer.param_groups if group["params"]), None)
     if group is None:

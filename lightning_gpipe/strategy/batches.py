@@ -127,7 +127,7 @@ def split_batch(
         raise ValueError(
             f"The batch, a {type(batch).__name__}, has no tensor with a batch dimension, so"
             " step='micro-batch' can't split it: let the data loader give tensors of shape [batch,"
-            " ...] in lists, tuples, dicts or dataclasses; or use GPipeStrategy(chunks=1)."
+            " ...] in lists, tuples, dicts or dataclasses; or use GPipeStrategy(step='mini-batch')."
         )
     samples = first.shape[0]
     if not samples:
