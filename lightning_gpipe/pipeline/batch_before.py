@@ -23,10 +23,12 @@ class BatchBefore:
     Args:
         value: The value.
         most: Elements up to which a tensor or an array is copied; None: each of them is.
+        entries: Those up to which a container is looked into; None: into each.
     """
 
-    def __init__(self, value: Any, most: int | None = None) -> None:
+    def __init__(self, value: Any, most: int | None = None, entries: int | None = None) -> None:
         self._most = math.inf if most is None else most
+        self._entries = math.inf if entries is None else entries
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -49,6 +51,8 @@ class BatchBefore:
                 self._arrays.append((item, item.copy()))
             return []
         held: list[Any] = []
+        if isinstance(item, (*CONTAINERS, tuple)) and len(item) > self._entries:
+            return []
         if isinstance(item, CONTAINERS):
             entries = dict(item) if isinstance(item, dict) else list(item)
             self._containers.append((item, entries))

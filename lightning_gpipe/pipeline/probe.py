@@ -13,6 +13,7 @@ from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.layer_state import own_places
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import outside_buffers
+from lightning_gpipe.model.places import FEW
 from lightning_gpipe.pipeline.batch_before import BatchBefore
 from lightning_gpipe.tensors.random_state import preserved
 
@@ -48,9 +49,9 @@ def probe(
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
     kept = Attributes(module.modules())
-    places = own_places(module, body)
+    places = [place for place in own_places(module, body) if not place.is_large]
     put_back = [place.keep() for place in places]
-    held = BatchBefore([place.entries() for place in places], _MOST)
+    held = [BatchBefore(place.entries(), _MOST, FEW) for place in places]
     variables = copy_context()
     try:
         with torch.no_grad(), preserved(device):
@@ -59,7 +60,8 @@ def probe(
         kept.restore()  # the step will run once more
         for back in put_back:
             back()
-        held.restore()
+        for values in held:
+            values.restore()
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
