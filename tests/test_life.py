@@ -315,22 +315,24 @@ def test_no_file_is_named_that_was_not_saved_after_an_exception(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def threads_after_runs(stages: int) -> None:
+def threads_after_runs(stages: int, step: Any) -> None:
     """Print the names of gloo's threads after each of three runs, when no garbage is collected."""
     gc.collect()
     gc.disable()
     for _ in range(3):
-        strategy = GPipeStrategy(2, stages=stages)
+        strategy = GPipeStrategy(2, stages=stages, step=step)
         trainer(devices=2, strategy=strategy, max_steps=1).fit(Living())
         names = (Path(name).read_text().strip() for name in glob.glob("/proc/self/task/*/comm"))
         print("threads:", *sorted(name for name in names if "gloo" in name))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_run_leaves_no_thread(stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "step"), [(1, "mini-batch"), (2, "mini-batch"), (2, "micro-batch")]
+)
+def test_a_run_leaves_no_thread(stages: int, step: str, tmp_path: Path) -> None:
     """Those of its process groups would wake up all the time."""
-    for process in start_ranks(threads_after_runs, 2, tmp_path, stages):
+    for process in start_ranks(threads_after_runs, 2, tmp_path, stages, step):
         process.join(60)
     for rank in range(2):
         screen = (tmp_path / str(rank)).read_text()

@@ -298,5 +298,12 @@ def test_what_is_recorded_cannot_be_used(what: str, reads: bool, problem: str) -
 
 def test_every_page_is_tested() -> None:
     others = {"README", "transformers"}
-    scripts = {"gpt_from_scratch", "unet", "vae", "contrastive", "fine_tuning"}  # see test_docs.py
+    scripts = {
+        "gpt_from_scratch",
+        "mixture_of_experts",
+        "unet",
+        "vae",
+        "contrastive",
+        "fine_tuning",
+    }
     assert {path.stem for path in PAGES.glob("*.md")} - others - scripts == RECIPES.keys()

@@ -176,7 +176,7 @@ class Run:
         parts = self.pipeline.parts
         with self._world.guarded():
             self._undo.close()
-        del self.pipeline, self.optimizer_states  # they know this object and the groups
+        del self.pipeline, self.optimizer_states, self._logs  # they know this object and the groups
         return parts
 
     def can_gather(self) -> bool:
