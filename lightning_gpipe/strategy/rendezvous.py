@@ -27,8 +27,8 @@ _LEAVE_S = 3.0
 _SOON_S = 30.0  # until it is told that others are waited for
 #: Where the processes met before an error.
 _met: list[Any] = []
-#: Ports where no one has told the processes to meet, with what keeps them.
-_found: dict[str, socket.socket] = {}
+#: Ports where no one has told the processes to meet, and the descriptors of what keeps them.
+_found: dict[str, int] = {}
 
 
 def check_meeting(environment: Any, nodes: int, backend: str | None, device: torch.device) -> None:
@@ -90,19 +90,17 @@ def keep_port(environment: Any) -> None:
     if before in _found:
         del os.environ["MASTER_PORT"]
         environment._main_port = -1  # its own note of it
-        _found.pop(before).close()
+        os.close(_found.pop(before))
     is_given = "MASTER_PORT" in os.environ
     port = environment.main_port
     keeper = socket.socket()
+    if sys.platform == "linux" and environment.node_rank() == 0:
+        with suppress(OSError):  # if it is taken, who listens there says so
+            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            keeper.bind(("", port))
+    kept = keeper.detach()  # it is open until this process ends, or meets elsewhere
     if not is_given:
-        _found[str(port)] = keeper
-    if sys.platform != "linux" or environment.node_rank() != 0:
-        return
-    with suppress(OSError):  # if it is taken, who listens there says so
-        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind(("", port))
-        if is_given:
-            keeper.detach()  # it is open until this process ends
+        _found[str(port)] = kept
 
 
 def join_world(
