@@ -333,7 +333,7 @@ def threads_after_runs(stages: int, step: Any) -> None:
 def test_a_run_leaves_no_thread(stages: int, step: str, tmp_path: Path) -> None:
     """Those of its process groups would wake up all the time."""
     for process in start_ranks(threads_after_runs, 2, tmp_path, stages, step):
-        process.join(60)
+        process.join(150)
     for rank in range(2):
         screen = (tmp_path / str(rank)).read_text()
         found = re.findall("^threads:.*$", screen, re.MULTILINE)
