@@ -36,30 +36,31 @@ class BatchBefore:
         waiting = [value]
         while waiting:
             item = waiting.pop()
-            if not isinstance(item, _ATOMS) and id(item) not in self._seen:
+            if not issubclass(type(item), _ATOMS) and id(item) not in self._seen:
                 self._seen[id(item)] = item
                 waiting += self._note(item)
 
     def _note(self, item: Any) -> list[Any]:
         """Note what an object holds; returns it."""
-        if isinstance(item, Tensor):
+        kind = type(item)  # a proxy claims to be of another class, or fails to tell
+        if issubclass(kind, Tensor):
             if item.numel() <= self._most:
                 self._tensors.append((item, item.detach().clone(), version_of(item)))
             return []
-        if isinstance(item, np.ndarray):
+        if issubclass(kind, np.ndarray):
             if item.size <= self._most:
                 self._arrays.append((item, item.copy()))
             return []
         held: list[Any] = []
-        if isinstance(item, (*CONTAINERS, tuple)) and len(item) > self._entries:
+        if issubclass(kind, (*CONTAINERS, tuple)) and len(item) > self._entries:
             return []
-        if isinstance(item, CONTAINERS):
-            entries = dict(item) if isinstance(item, dict) else list(item)
+        if issubclass(kind, CONTAINERS):
+            entries = dict(item) if issubclass(kind, dict) else list(item)
             self._containers.append((item, entries))
             held += entries.values() if isinstance(entries, dict) else entries
-        elif isinstance(item, tuple):
+        elif issubclass(kind, tuple):
             held += item
-        if is_dataclass(item) or isinstance(item, (Mapping, Sequence)):
+        if is_dataclass(kind) or issubclass(kind, (Mapping, Sequence)):
             held.append(getattr(item, "__dict__", None))
         return held
 
