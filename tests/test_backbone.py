@@ -208,6 +208,17 @@ def test_a_frozen_copy_is_not_cut(build: Callable[[], nn.Module]) -> None:
     assert find_backbone(module(net=frozen, head=head), None) == "net"
 
 
+def test_the_one_called_so_is_taken_if_it_holds_the_most() -> None:
+    head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    large, small = nn.Sequential(*layers(4)), nn.Sequential(*layers())
+    assert find_backbone(module(head=head, backbone=large), None) == "backbone"
+    assert find_backbone(module(head=head, net=module(backbone=large)), None) == "net.backbone"
+    with pytest.raises(ValueError, match="several nn.Sequential"):
+        find_backbone(module(head=head, mybackbone=large), None)
+    with pytest.raises(ValueError, match="several nn.Sequential"):
+        find_backbone(module(neck=large, backbone=small), None)
+
+
 class Stepped(nn.Module):
     @torch.compile(backend="eager")
     def training_step(self, batch: Any, batch_idx: int) -> None: ...

@@ -301,6 +301,7 @@ def test_every_page_is_tested() -> None:
     scripts = {
         "gpt_from_scratch",
         "mixture_of_experts",
+        "momentum_teacher",
         "unet",
         "vae",
         "contrastive",

@@ -27,7 +27,8 @@ def find_backbone(
         name: Dotted name given by the user; ``None``: take the only :class:`Blocks`; an
             ``nn.ModuleList`` that holds more parameters than any ``nn.Sequential``; the only
             outermost ``nn.Sequential`` of two or more layers, or the one that has the layers of all
-            others; or the one that holds 80 % of the parameters and of the operations. Frozen
+            others; the one that is called ``backbone`` and holds more than half of the parameters;
+            or the one that holds 80 % of the parameters and of the operations. Frozen
             copies of another one, such as a teacher's that follows it, don't count.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
@@ -54,8 +55,9 @@ def find_backbone(
             " Build the model's body as one, for example `self.backbone = nn.Sequential(*blocks)`,"
             " and call it in the step."
         )
-    if len(candidates) == 1:
-        return next(iter(candidates))
+    called = [key for key in candidates if f".{key}".endswith(".backbone") and shares[key] > 0.5]
+    if called or len(candidates) == 1:
+        return next(iter(called or candidates))
     operations = max((flops or {}).get("", 0.0), 1.0)
     rows = []
     for key in sorted(candidates, key=lambda key: -shares[key]):
