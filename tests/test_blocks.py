@@ -197,6 +197,16 @@ class HandedStates(States):
         return self.head(hidden)
 
 
+class FirstStates(States):
+    """Hands what its first block returns besides to all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, state = self.blocks[0](self.before(x))
+        for block in self.blocks[1:]:
+            hidden, _ = block(hidden, state)
+        return self.head(hidden)
+
+
 class Sliced(Looped):
     """Calls some of its layers alone."""
 
@@ -413,7 +423,7 @@ def pipelined(kind: str, stages: int, balance: Any, step: Any = "mini-batch") ->
 
 KINDS = (
     *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
-    *("Listed", "ListedTuples", "Looped", "Nested", "States", "Sets"),
+    *("Listed", "ListedTuples", "Looped", "Nested", "States", "HandedStates", "Sets"),
 )
 
 
@@ -454,7 +464,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("ReadStates", "What a block returns beside its hidden state was used"),
         ("Auxiliary", "What a block returns beside its hidden state was used"),
         ("Typed", "What a block returns beside its hidden state was used"),
-        ("HandedStates", "What a block returns beside its hidden state was used"),
+        ("FirstStates", "What a block returns beside its hidden state was used"),
         ("Cached", "Block 0 was given a object, which can't be split"),
         ("Accumulates", "A tensor that a block was called with was changed in place"),
         ("SetsBack", "Block 1 had another value of gain when it was called"),

@@ -22,7 +22,7 @@ from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.loop import Loop, WatchedPlace
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import Unknown, stand_in
+from lightning_gpipe.model.promise import Beside, Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.tree import tree_tensors
 
@@ -94,7 +94,8 @@ class Blocks(Listening, nn.ModuleList):
     The model's code stays as it is, and so do the names of its parameters. Each block must get the
     hidden state that the one before returned, and nobody else may use it: blocks that are skipped,
     and hidden states that are read or changed between them, are an error. The first block gets it
-    as ``hidden_states``, or as the first of its arguments that is a tensor. Other arguments may
+    as ``hidden_states``, or as the first of its arguments that is a tensor. What else the one before
+    returned, in a tuple, can be an argument, too. Other arguments may
     differ from block to block. Those whose first dimension is the batch's are split into
     micro-batches; others, such as positions ``[1, length]``, go to every micro-batch whole.
 
@@ -182,7 +183,7 @@ class _Listener:
         loop.note_block(layers[index], self._places_of(index, layers[index]))
         if index < len(layers) - 1:
             promise = loop.next_promise()
-            beside = (Unknown() for _ in range(self._beside or 0))
+            beside = (Beside(index, i + 1) for i in range(self._beside or 0))
             is_tuple = self._as_tuple if blocks.as_tuple is None else blocks.as_tuple
             return (promise, *beside) if is_tuple else promise
         self._loop = None

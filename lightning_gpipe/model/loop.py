@@ -15,20 +15,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_gpipe.model.places import Place, has_buffers, has_changed
-from lightning_gpipe.model.promise import CONDITION, Promise, Unknown
+from lightning_gpipe.model.promise import CONDITION, Beside, Promise, Unknown
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.snapshot import Snapshot
 from lightning_gpipe.tensors.tree import CONSTANTS
 
 
 class Entry(NamedTuple):
-    """An argument of a block: one of the noted tensors, or a constant."""
+    """An argument of a block: an element of what the one before returned, a tensor, a constant."""
 
-    tensor: int | None
+    tensor: int | None = None  # the number of a noted one
     constant: Any = None
+    element: int | None = None
 
 
-_HIDDEN = Entry(-1)
+_HIDDEN = Entry(element=0)
 _LATER = "in the pipeline all blocks run then."
 
 
@@ -38,10 +39,19 @@ class BlockCall(NamedTuple):
     spec: TreeSpec
     entries: tuple[Entry, ...]
 
-    def arguments(self, hidden: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """The arguments."""
+    def arguments(self, before: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The arguments.
+
+        Args:
+            before: The hidden state, and what else the block before returned.
+            tensors: The noted ones.
+        """
         leaves = [
-            hidden if e == _HIDDEN else e.constant if e.tensor is None else tensors[e.tensor]
+            before[e.element]
+            if e.element is not None
+            else e.constant
+            if e.tensor is None
+            else tensors[e.tensor]
             for e in self.entries
         ]
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -96,12 +106,12 @@ class LoopProgram:
                 f"Block {index} is called with other arguments on this stage than on the first one:"
                 " the model must call its blocks alike on every rank."
             )
-        hidden = output[0] if isinstance(output, tuple) else output
-        args, kwargs = self.calls[index].arguments(hidden, tensors)
+        before = output if isinstance(output, tuple) else (output,)
+        args, kwargs = self.calls[index].arguments(before, tensors)
         output = block(*args, **kwargs)
         if index == len(self.calls) - 1:
             return self.without(output, None)
-        self._check(index, hidden, output[0] if isinstance(output, tuple) else output)
+        self._check(index, before[0], output[0] if isinstance(output, tuple) else output)
         return output, tensors, text
 
     def without(self, output: Any, instead: Any) -> Any:
@@ -289,7 +299,9 @@ class Loop:
 
     def _entry(self, leaf: Any, index: int) -> Entry:
         """How an argument is noted: tensors once, whichever blocks they are for."""
-        if type(leaf) is Unknown:
+        if type(leaf) is Beside and leaf.block == index - 1:
+            return Entry(element=leaf.element)
+        if type(leaf) in (Beside, Unknown):
             leaf.refuse()
         if isinstance(leaf, Promise):
             raise RuntimeError(

@@ -97,7 +97,7 @@ def stand_in(block: Any, call: Callable[[Any, Any], Any]) -> StandIn:
 
 
 class Unknown:
-    """Stands for what a block returns beside its hidden state, in a tuple: it may not be used."""
+    """Stands for what a block returns beside its hidden state, in a tuple: it can't be used."""
 
     __slots__ = ()
 
@@ -105,8 +105,9 @@ class Unknown:
         """Tell why it can't be used."""
         raise RuntimeError(
             "What a block returns beside its hidden state was used, which isn't known before the"
-            " last block is called: such as the state of an LSTM, or a position bias that the first"
-            f" block makes for the others. Compute it in each block. {CONDITION}"
+            " last block is called: such as the state of an LSTM, or a part of the loss. It can be"
+            " given to the next block, which may add to it and hand it on, and it is known from the"
+            f" last one. {CONDITION}"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -127,6 +128,20 @@ class Unknown:
     __iter__ = __getitem__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = refuse
+
+
+class Beside(Unknown):
+    """The same, of one block: the next one may be given it.
+
+    Args:
+        block: Which block returns it.
+        element: Its place in the tuple.
+    """
+
+    __slots__ = ("block", "element")
+
+    def __init__(self, block: int, element: int) -> None:
+        self.block, self.element = block, element
 
 
 class Promise(Tensor):
