@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
@@ -202,8 +205,46 @@ def made_by_popen(folder: str) -> None:
     making("popen", folder)
 
 
+class Ends(Around):
+    """Raises in a step, or is interrupted there by Ctrl-C."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2 and self.how == "raises":
+            raise ArithmeticError("a step has failed")
+        if self.global_step == 2 and self.global_rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+            if self.how == "terminal":  # which sends it to all
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def ending(folder: str) -> None:
+    """What is saved of a run that ends early is of that run; this process's module isn't."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # not so where it starts behind others
+    file = Path(folder, "on_exception.ckpt")
+    for how in "raises", "notebook", "terminal":
+        file.unlink(missing_ok=True)
+        ended = SystemExit if how != "raises" else Exception
+        run = forking(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with pytest.raises(ended) as caught:
+                run.fit(Ends(how))
+        is_told = any("is not saved, because the run has failed" in str(w.message) for w in told)
+        assert is_told == (how == "raises"), (how, told)
+        if how == "raises":
+            assert "a step has failed" in str(caught.value)
+            assert not file.exists()
+        else:
+            assert torch.load(file, weights_only=False)["global_step"] >= 2
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning has switched it off
+
+
 RANDOM = "python", "numpy", "torch"
-RUNS = types, saving, tuning, predicting, drawing, made_by_fork, made_by_popen
+RUNS = types, saving, tuning, predicting, drawing, made_by_fork, made_by_popen, ending
 
 if __name__ == "__main__":
     {each.__name__: each for each in RUNS}[sys.argv[1]](sys.argv[2])

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm import packing
-from lightning_gpipe.strategy.batches import split_batch
+from lightning_gpipe.strategy.batches import Places, split_batch
 from lightning_gpipe.strategy.merging import merge
+from lightning_gpipe.tensors.number_lists import NumberLists
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import run_ranks
@@ -217,6 +218,68 @@ def test_a_step_that_needs_all_samples_at_a_time_says_so() -> None:
         weights(Graph, 1, "micro-batch")
     (note,) = caught.value.__notes__
     assert "came with the shape (2, 8), as 2 of its 8 rows. If it relates all samples" in note
+
+
+@pytest.mark.parametrize(
+    ("batch", "problem"),
+    [
+        ((torch.zeros(4, 2), (1, 2, 3, 4)), "The batch has a tuple of 4 numbers.*or a list"),
+        ({"x": torch.zeros(4, 2), "n": [torch.tensor(1.0)] * 4}, "The batch has a list of 4"),
+        (
+            {"x": torch.zeros(4, 2), "boxes": [{"box": torch.zeros(2, 4)}] * 4},
+            "an entry per sample",
+        ),
+        (
+            {"x": torch.zeros(4, 2), "t": [torch.zeros(n, 4) for n in range(4)]},
+            "an entry per sample",
+        ),
+        (([torch.zeros(7)] * 4, torch.zeros(4)), "an entry per sample"),
+    ],
+)
+def test_lists_of_samples_are_refused(batch: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        split_batch(batch, 2)
+
+
+def test_other_lists_are_not() -> None:
+    x, names = torch.arange(4), [{"path": str(n)} for n in range(4)]
+    parts, _ = split_batch((x, names, torch.Size((1, 2, 3, 4)), (2, 2)), 2)
+    assert [part[1:] for part in parts] == [
+        (names[2 * m : 2 * m + 2], torch.Size((1, 2, 3, 4)), (2, 2)) for m in range(2)
+    ]
+    places = Places()
+    for samples in 4, 2:  # of a size, the last batch may have as many
+        parts, _ = split_batch((torch.zeros(samples), (8, 9)), 2, places)
+        assert [part[1] for part in parts] == [(8, 9), (8, 9)]
+
+
+def test_a_list_of_numbers_in_the_input() -> None:
+    lists = NumberLists()
+    for given, samples in (
+        (torch.zeros(3), 3),
+        ((torch.zeros(3), torch.Size((1, 2, 3)), {"a": [torch.zeros(3)] * 3}), 3),
+        (([1, 2], {"size": (4, 4)}), 3),
+        (([1, 2], {"size": (4, 4)}), 2),
+    ):
+        lists.check(given, samples)
+    for given in [1, 2, 3], ("a", "b", "c"), {"n": [torch.zeros(1)] * 3}:
+        with pytest.raises(ValueError, match=r"The backbone's input has a .* of 3 numbers"):
+            lists.check((torch.zeros(3), given), 3)
+
+
+class Lengths(nn.Module):
+    """Looks at a list with a number for each sample."""
+
+    def forward(self, values: tuple[Tensor, list[int]]) -> Tensor:
+        return torch.stack([x * n for x, n in zip(*values, strict=False)])
+
+
+def test_a_list_goes_into_no_backbone() -> None:
+    module = models.Around()
+    module.backbone.insert(0, Lengths())
+    module.forward = lambda x: module.after(module.backbone((x, [1] * len(x))))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"has a list of .* numbers or strings"):
+        trainer(devices=1, strategy=GPipeStrategy(3), max_epochs=1).fit(module)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -25,10 +25,12 @@ from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.steering import Steering
 from lightning_gpipe.engine.stopwatch import span
+from lightning_gpipe.model.loop import is_loop
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only
 from lightning_gpipe.tensors.microbatch import GetOutline, Outline, Split, unknown
+from lightning_gpipe.tensors.number_lists import NumberLists
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -95,7 +97,7 @@ class WholeBatch:
         self._before_last: BeforeLast | None = None
         self._links, self._trial, self._executor = rank.links, rank.trial, rank.executor
         self._steering = Steering(groups, parameters)
-        self._overwrites = Overwrites()
+        self._overwrites, self._lists = Overwrites(), NumberLists()
         self._kept = KeptInStep(modules, self._steering.forwards)
         self._last: Callable[[], MiniBatch | None] = lambda: None
 
@@ -142,6 +144,8 @@ class WholeBatch:
             The last stage's output of all micro-batches, on every stage.
         """
         split = Split.plan(batch, self._chunks, whole)
+        if len(split.sizes) > 1 and not is_loop(run_layer):
+            self._lists.check(batch.value(), sum(split.sizes))
         call = self._begin(batch, split, run_layer)
         looked_at = self._kept.running(batch.tensors())
         with looked_at, span("gpipe_forward"), self._steering.forwards:

@@ -94,8 +94,8 @@ class Blocks(Listening, nn.ModuleList):
     The model's code stays as it is, and so do the names of its parameters. Each block must get the
     hidden state that the one before returned, and nobody else may use it: blocks that are skipped,
     and hidden states that are read or changed between them, are an error. The first block gets it
-    as ``hidden_states``, or as the first of its arguments that is a tensor. What else the one before
-    returned, in a tuple, can be an argument, too. Other arguments may
+    as ``hidden_states``, or as the first of its arguments that is a tensor. What else the one
+    before returned, in a tuple, can be an argument, too. Other arguments may
     differ from block to block. Those whose first dimension is the batch's are split into
     micro-batches; others, such as positions ``[1, length]``, go to every micro-batch whole.
 

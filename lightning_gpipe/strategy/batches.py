@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_gpipe.tensors.number_lists import is_of_numbers, refusal
+
 #: The indices, keys and names of fields that lead to something in a batch.
 KeyPath: TypeAlias = tuple[Any, ...]
 _FEW = 1 << 16  # elements of a tensor up to which all are compared
@@ -98,7 +100,8 @@ def split_batch(
     The first tensor that has a dimension tells the number of samples N. Tensors and arrays whose
     first dimension is N are split, and so are lists of N entries without tensors, and tuples of N
     strings (which is what ``default_collate`` makes of strings) or other objects, but for numbers;
-    everything else goes to every micro-batch as it is.
+    everything else goes to every micro-batch as it is. Tuples of N numbers, and lists of N tensors
+    of one element, are refused where they are met first: nothing tells whether each is a sample's.
 
     Args:
         batch: What the data loader gives: tensors in lists, tuples, mappings and dataclasses.
@@ -187,17 +190,32 @@ def _are_equal(tensor: Tensor, other: Tensor) -> bool:
 
 def _check_ragged(batch: Any) -> None:
     """Refuse a list of samples, of which the first one's first dimension looks like N."""
-    for item in batch if isinstance(batch, (list, tuple)) else (batch,):
-        if isinstance(item, (list, tuple)) and len(item) > 1:
-            shapes = {tuple(t.shape) for t in item if isinstance(t, Tensor)}
-            if len({shape[:1] for shape in shapes}) > 1 or any(
-                isinstance(part, Mapping) for part in item
-            ):
-                raise ValueError(
-                    "The batch has a list with an entry per sample, which step='micro-batch' can't"
-                    " split: let collate_fn stack tensors to shape [batch, ...], padded to one"
-                    " length."
-                )
+    first = next((t for t in tensors_of(batch) if t.ndim), None)
+    for item in _entries(batch):
+        if not isinstance(item, (list, tuple)) or len(item) < 2:
+            continue
+        own = tensors_of(item)
+        lengths = {len(t) if t.ndim else 0 for t in item if isinstance(t, Tensor)}
+        others = {len(t) for t in tensors_of(batch) if t.ndim and not _is_in(t, own)}
+        tells_length = first is not None and _is_in(first, own) and len(item) in others - lengths
+        has_mapping = bool(own) and any(isinstance(part, Mapping) for part in item)
+        if len(lengths) > 1 or tells_length or has_mapping:
+            raise ValueError(
+                "The batch has a list with an entry per sample, which step='micro-batch' can't"
+                " split: let collate_fn stack tensors to shape [batch, ...], padded to one"
+                " length, or use GPipeStrategy(step='mini-batch')."
+            )
+
+
+def _entries(batch: Any) -> list[Any]:
+    """What a batch consists of."""
+    if isinstance(batch, Mapping):
+        return [*batch.values()]
+    return [*batch] if isinstance(batch, (list, tuple)) else [batch]
+
+
+def _is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return any(tensor is one for one in tensors)
 
 
 def _rows(value: Any, part: slice, samples: int, places: Places, *path: Any) -> Any:
@@ -210,6 +228,11 @@ def _rows(value: Any, part: slice, samples: int, places: Places, *path: Any) -> 
     if isinstance(value, (list, tuple)):
         if _is_per_sample(value):
             return value[part] if places.tell(path, len(value), samples) else value
+        if is_of_numbers(value):
+            if places.tell(path, len(value), samples):
+                more = "" if tensors_of(value) else " or a list of numbers, which is split"
+                raise refusal(value, "The batch", more)
+            return value
         items = [_rows(item, part, samples, places, *path, i) for i, item in enumerate(value)]
         return rebuilt(value, items)
     if isinstance(value, Mapping):

@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import random
-import signal
 import tempfile
 import time
 import warnings
@@ -29,6 +28,7 @@ from lightning_gpipe.strategy.children import (
     refuse_another_number,
 )
 from lightning_gpipe.strategy.rendezvous import forget_meeting, keep_port, leave_before_fork
+from lightning_gpipe.strategy.signals import INTERRUPTED, LetChildrenSave
 
 
 class ScriptLauncher(_lightning.ScriptLauncher):
@@ -89,6 +89,8 @@ class ScriptLauncher(_lightning.ScriptLauncher):
 class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     """Lightning's, whose children handle no errors: they report theirs before they end."""
 
+    has_lost_run = False  # the last run has ended with an error, and its processes are gone
+    has_saved = False  # and on Ctrl-C, after all had saved
     _verdict: Any = None
     _folder = ""  # for what goes from the children to this process, if it is large
     _python: Any = None  # the state of Python's generator, which a fork seeds anew
@@ -116,15 +118,20 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         self._verdict = multiprocessing.get_context(self._start_method).RawArray(
             ctypes.c_char, 1 << 15
         )
+        self.procs, self.has_lost_run, self.has_saved = [], True, False
+        callbacks = trainer.callbacks if trainer is not None else ()
+        saving = LetChildrenSave(callbacks, lambda: self.procs)
         try:
-            with tempfile.TemporaryDirectory() as self._folder:
-                return super().launch(function, *args, **kwargs)
+            with tempfile.TemporaryDirectory() as self._folder, saving.running():
+                result = super().launch(function, *args, **kwargs)
+            self.has_lost_run = False
+            return result
         except ProcessException as error:
             verdict = self._verdict.value.decode(errors="replace")
             error.args = (f"{error.msg}\n\n{verdict}" if verdict else error.msg,)
             raise
         finally:
-            self._verdict = None
+            self._verdict, self.has_saved = None, saving.has_saved
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
@@ -164,7 +171,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     @override
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
-        self.procs = []  # an earlier run's, of the process that has started this one
+        self.procs, self.has_lost_run = [], False  # of the process that has started this one
         forget_meeting()
         if self._python is not None:
             random.setstate(self._python)
@@ -182,5 +189,5 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
                 if failure.rank != strategy.global_rank:
                     time.sleep(3.0)  # who fails first is whose error the launcher shows
             if isinstance(error, KeyboardInterrupt):
-                raise SystemExit(128 + signal.SIGINT) from None  # else it counts as a success
+                raise SystemExit(INTERRUPTED) from None  # else it counts as a success
             raise

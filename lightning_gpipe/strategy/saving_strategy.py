@@ -71,8 +71,13 @@ class SavingStrategy(ProcessesStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not self._can_gather:
-            if not self._has_saved:
+        launcher = self.launcher
+        if isinstance(launcher, MultiProcessingLauncher) and launcher.has_lost_run:
+            can_gather, has_saved = False, launcher.has_saved
+        else:
+            can_gather, has_saved = self._can_gather, self._has_saved
+        if not can_gather:
+            if not has_saved:
                 saving.warn_of_loss(filepath)
             return
         if self._outlives_fit:

@@ -9,13 +9,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_gpipe.strategy import _lightning
+
+#: With what a process that Ctrl-C has ended exits.
+INTERRUPTED = 128 + signal.SIGINT
+_SAVING_S = 60.0  # in which processes must have saved and ended after Ctrl-C
+_SAME_S = 0.5  # between two signals of one Ctrl-C
 
 
 class EndOnSigterm:
@@ -106,8 +114,9 @@ class SaveOnInterrupt:
         self.has_saved = False
         self._say = say
         self._process = os.getpid()
-        self._savers = [callback for callback in callbacks if _saves_on_exception(callback)]
+        self._savers = _savers(callbacks)
         self._before: Any = signal.SIG_DFL
+        self._noted_s = 0.0
 
     @property
     def is_wanted(self) -> bool:
@@ -124,11 +133,13 @@ class SaveOnInterrupt:
 
     def __call__(self, number: int, frame: object) -> None:
         """Note the first, and let the second through."""
+        if self.is_pending and time.monotonic() - self._noted_s < _SAME_S:
+            return  # the terminal's, and the one that the starting process has passed on
         if self.is_pending or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
             self._before(number, frame)
             return
-        self.is_pending = True
+        self.is_pending, self._noted_s = True, time.monotonic()
         self._say("Ctrl-C: the run saves after this step, and ends. Press it again to end at once.")
 
     def run(self, trainer: Any) -> None:
@@ -143,6 +154,67 @@ class SaveOnInterrupt:
             callback.on_exception(trainer, trainer.lightning_module, error)
         self.has_saved = True
         raise error
+
+
+class LetChildrenSave:
+    """Keeps Ctrl-C from the process that has forked or spawned a run's, until these have saved.
+
+    The second Ctrl-C ends the run at once, and so does the first one where nothing is to be saved.
+
+    Args:
+        callbacks: The Trainer's.
+        children: The processes, once they have started.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], children: Callable[[], Iterable[Any]]) -> None:
+        self.has_saved = False
+        self._is_wanted = bool(_savers(callbacks))
+        self._children = children
+        self._process = os.getpid()
+        self._before: Any = None
+        self._limit = threading.Timer(_SAVING_S, os.kill, (self._process, signal.SIGINT))
+        self._limit.daemon = True
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """Run the processes to their end inside this context.
+
+        Raises:
+            KeyboardInterrupt: If they have ended after Ctrl-C.
+        """
+        current = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (self._is_wanted and is_main and callable(current)):
+            yield
+            return
+        self._before = current
+        signal.signal(signal.SIGINT, self)
+        try:
+            yield
+        except ProcessExitedException as error:
+            self.has_saved = self._limit.is_alive() and error.exit_code == INTERRUPTED
+            if self.has_saved:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            self._limit.cancel()
+            if signal.getsignal(signal.SIGINT) == self:
+                signal.signal(signal.SIGINT, current)
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Pass the first on, and let the second through."""
+        if self._limit.is_alive() or os.getpid() != self._process:
+            signal.signal(signal.SIGINT, self._before)
+            self._before(number, frame)
+            return
+        self._limit.start()
+        for child in self._children():
+            if child.is_alive():
+                os.kill(child.pid, number)
+
+
+def _savers(callbacks: Iterable[Any]) -> list[Any]:
+    return [callback for callback in callbacks if _saves_on_exception(callback)]
 
 
 def _saves_on_exception(callback: Any) -> bool:
