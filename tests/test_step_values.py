@@ -268,11 +268,11 @@ class Validates(Classifier):
         return (scores > inputs).sum() if self.what == "returned count" else scores
 
 
-def texts_of(what: str, stages: int = 1) -> list[str]:
+def texts_of(what: str, stages: int = 1, kind: type[Validates] = Validates) -> list[str]:
     """What a run warns of that logs it."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        told(type("Validates", (Validates,), {"what": what}), stages)
+        told(type("Validates", (kind,), {"what": what}), stages)
     texts = [str(each.message) for each in found]
     return [text for text in texts if "is the mean over micro-batches" in text]
 
@@ -294,6 +294,39 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text
+
+
+class Even(Validates):
+    """All micro-batches have as many samples; a sum is divided by those of the mini-batch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        scores = self.backbone(inputs)
+        loss = functional.cross_entropy(scores, targets, reduction="sum")
+        by = {
+            "a number": lambda: 100 * (scores.argmax(1) == targets).sum() / 12,
+            "a tensor": lambda: loss / torch.tensor(12.0),
+            "those of the micro-batch": lambda: loss / len(inputs),
+            "elements": lambda: (
+                functional.mse_loss(scores, inputs, reduction="sum") / inputs.numel()
+            ),
+        }
+        self.log("value", by[self.what]())
+        return scores
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(super().val_dataloader().dataset, batch_size=12, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "is_told"),
+    [
+        *(("a number", True), ("a tensor", True)),
+        *(("those of the micro-batch", False), ("elements", False)),
+    ],
+)
+def test_sums_divided_by_the_samples_of_a_mini_batch_are_told_of(what: str, is_told: bool) -> None:
+    assert len(texts_of(what, kind=Even)) == is_told
 
 
 def test_divisors_of_another_stage_are_compared() -> None:

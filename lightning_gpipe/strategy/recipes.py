@@ -29,12 +29,14 @@ class Mean:
         divisor: What a quotient is divided by; None: it isn't one.
         counts: Whether the divisor is added up over micro-batches, as what is divided is.
         is_sure: Whether that is known; else it is so if the divisor is a whole number.
+        elements: How many were added up to what is divided; 0: it isn't known.
     """
 
     value: Tensor
     divisor: Tensor | float | None = None
     counts: bool = False
     is_sure: bool = False
+    elements: int = 0
     is_of_metrics = False
 
 
@@ -83,11 +85,13 @@ class Other:
         made: The functions that have made it, and what each of them gave.
         is_sum: Whether it is a sum over samples.
         is_empty: Whether it is a sum over nothing, as of what a mask chooses.
+        elements: Of how many a sum is; 0: it isn't known.
     """
 
     made: tuple[tuple[str, Tensor], ...]
     is_sum: bool = False
     is_empty: bool = False
+    elements: int = 0
     is_of_metrics = False
 
 
@@ -120,7 +124,7 @@ def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
     given = [told(mean.divisor) for mean in means if mean.divisor is not None]
     if len(given) == len(means):
         divisors = _stacked(given, values[0].device)
-        if _is_scaled(means, weights):
+        if _is_scaled(means, weights) or _is_by_mini_batch(means, divisors):
             raise NoMean
         is_whole = all(mean.is_sure for mean in means) or torch.equal(divisors, divisors.round())
         if all(mean.counts for mean in means) and is_whole:
@@ -136,6 +140,14 @@ def _is_scaled(means: Sequence[Mean], weights: Sequence[float]) -> bool:
     divisors = {mean.divisor for mean in means if isinstance(mean.divisor, (int, float))}
     is_one = all(mean.counts for mean in means) and len(divisors) == 1 < len(means)
     return is_one and float(divisors.pop() or 0) % float(weights[0] or 1) != 0
+
+
+def _is_by_mini_batch(means: Sequence[Mean], divisors: Tensor) -> bool:
+    """Whether sums are divided by the number of elements that all of them have together."""
+    elements = [mean.elements for mean in means]
+    if divisors.ndim != 1 or not all(elements) or len(means) == 1:
+        return False
+    return bool((divisors == sum(elements)).all())
 
 
 def _stacked(values: Sequence[Any], device: torch.device) -> Tensor:

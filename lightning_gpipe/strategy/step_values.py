@@ -141,7 +141,8 @@ class StepValues:
             quotient = self._quotient(trace, ran, recipes) if name in DIVIDE else None
             keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
-            recipe: Recipe = quotient or Other(tuple(pairs), keeps)
+            elements = max(other.elements for other in others)
+            recipe: Recipe = quotient or Other(tuple(pairs), keeps, elements=elements)
             for tensor in made:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
@@ -199,7 +200,8 @@ class StepValues:
                 value = trace.values.keep(result)
                 if is_mean_of:
                     return Mean(value)
-                return Other(((name, value),), is_total, is_empty=not rows.numel())
+                elements = min(t.numel() for t in ran.given[:2] if t.ndim or not rows.ndim)
+                return Other(((name, value),), is_total, not rows.numel(), elements)
         return _mean_made(trace, ran, result, self.is_weighted or not self.trains)
 
     def _quotient(
@@ -221,7 +223,8 @@ class StepValues:
         kept = divisor if is_number else trace.values.keep(divisor)
         if counts and is_number and isinstance(divided, Other) and divided.is_empty:
             kept = 0  # not 1, as of max(count, 1)
-        return Mean(trace.values.keep(ran.result), kept, counts)
+        elements = divided.elements if isinstance(divided, Other) else 0
+        return Mean(trace.values.keep(ran.result), kept, counts, elements=elements)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
