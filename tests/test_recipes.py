@@ -133,7 +133,10 @@ BART = {
     "dropout": 0.0,
     "use_cache": False,
 }
-
+T5: dict[str, Any] = {
+    **{"vocab_size": 97, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 4, "num_heads": 4},
+    **{"dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0},
+}
 #: What makes a model, and its configuration; the page says where its blocks are.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", TINY),
@@ -147,6 +150,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**TINY, "head_dim": 8, **IN_TURN}),
     "DistilBert": ("DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT),
     "Bart": ("BartForConditionalGeneration", "BartConfig", BART),
+    "T5": ("T5ForConditionalGeneration", "T5Config", T5),
 }
 
 
