@@ -216,16 +216,15 @@ class Ends(Around):
         if self.global_step == 2 and self.how == "raises":
             raise ArithmeticError("a step has failed")
         if self.global_step == 2 and self.global_rank == 0:
-            os.kill(os.getppid(), signal.SIGINT)
-            if self.how == "terminal":  # which sends it to all
-                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getppid(), signal.SIGINT)  # as a terminal does, which sends it to all
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def ending(folder: str) -> None:
     """What is saved of a run that ends early is of that run; this process's module isn't."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # not so where it starts behind others
     file = Path(folder, "on_exception.ckpt")
-    for how in "raises", "notebook", "terminal":
+    for how in "raises", "is interrupted":
         file.unlink(missing_ok=True)
         ended = SystemExit if how != "raises" else Exception
         run = forking(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
 
@@ -118,9 +118,9 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         self._verdict = multiprocessing.get_context(self._start_method).RawArray(
             ctypes.c_char, 1 << 15
         )
-        self.procs, self.has_lost_run, self.has_saved = [], True, False
+        self.has_lost_run, self.has_saved = True, False
         callbacks = trainer.callbacks if trainer is not None else ()
-        saving = LetChildrenSave(callbacks, lambda: self.procs)
+        saving = LetChildrenSave(callbacks, rank_zero_info)
         try:
             with tempfile.TemporaryDirectory() as self._folder, saving.running():
                 result = super().launch(function, *args, **kwargs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,6 @@ from lightning_gpipe.strategy import _lightning
 #: With what a process that Ctrl-C has ended exits.
 INTERRUPTED = 128 + signal.SIGINT
 _SAVING_S = 60.0  # in which processes must have saved and ended after Ctrl-C
-_SAME_S = 0.5  # between two signals of one Ctrl-C
 
 
 class EndOnSigterm:
@@ -116,7 +114,6 @@ class SaveOnInterrupt:
         self._process = os.getpid()
         self._savers = _savers(callbacks)
         self._before: Any = signal.SIG_DFL
-        self._noted_s = 0.0
 
     @property
     def is_wanted(self) -> bool:
@@ -133,13 +130,11 @@ class SaveOnInterrupt:
 
     def __call__(self, number: int, frame: object) -> None:
         """Note the first, and let the second through."""
-        if self.is_pending and time.monotonic() - self._noted_s < _SAME_S:
-            return  # the terminal's, and the one that the starting process has passed on
         if self.is_pending or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
             self._before(number, frame)
             return
-        self.is_pending, self._noted_s = True, time.monotonic()
+        self.is_pending = True
         self._say("Ctrl-C: the run saves after this step, and ends. Press it again to end at once.")
 
     def run(self, trainer: Any) -> None:
@@ -159,17 +154,18 @@ class SaveOnInterrupt:
 class LetChildrenSave:
     """Keeps Ctrl-C from the process that has forked or spawned a run's, until these have saved.
 
-    The second Ctrl-C ends the run at once, and so does the first one where nothing is to be saved.
+    A terminal sends it to all of them. The second Ctrl-C ends the run at once, and so does the
+    first one where nothing is to be saved.
 
     Args:
         callbacks: The Trainer's.
-        children: The processes, once they have started.
+        say: Tells the user what will happen.
     """
 
-    def __init__(self, callbacks: Iterable[Any], children: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, callbacks: Iterable[Any], say: Callable[[str], object]) -> None:
         self.has_saved = False
         self._is_wanted = bool(_savers(callbacks))
-        self._children = children
+        self._say = say
         self._process = os.getpid()
         self._before: Any = None
         self._limit = threading.Timer(_SAVING_S, os.kill, (self._process, signal.SIGINT))
@@ -202,15 +198,13 @@ class LetChildrenSave:
                 signal.signal(signal.SIGINT, current)
 
     def __call__(self, number: int, frame: object) -> None:
-        """Pass the first on, and let the second through."""
+        """Note the first, and let the second through."""
         if self._limit.is_alive() or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
             self._before(number, frame)
             return
         self._limit.start()
-        for child in self._children():
-            if child.is_alive():
-                os.kill(child.pid, number)
+        self._say(f"Ctrl-C: waits {_SAVING_S:.0f} s at most until the run's processes have ended.")
 
 
 def _savers(callbacks: Iterable[Any]) -> list[Any]:
