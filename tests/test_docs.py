@@ -83,7 +83,7 @@ def test_a_recipe_trains_alike_on_one_stage_and_two(page: Path, tmp_path: Path) 
 
 
 def test_few_blocks_are_left_out() -> None:
-    assert len(WHOLE) == 6
+    assert len(WHOLE) == 7
     left_out = {named(page): pages.left_out(page) for page in DOCS.rglob("*.md")}
     assert {page: count for page, count in left_out.items() if count} == {
         "guide/cli": 1,

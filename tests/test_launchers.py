@@ -284,7 +284,7 @@ def test_a_process_whose_backwards_use_threads_is_not_forked() -> None:
 @pytest.mark.parametrize("what", [run.__name__ for run in forked.RUNS])
 def test_the_process_that_has_forked_others(what: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.forked", what, str(tmp_path)]
-    code, screen = scripts.run(command, 120, cwd=ROOT, env=environment())
+    code, screen = scripts.run(command, 240, cwd=ROOT, env=environment())
     assert code == 0, screen
 
 

@@ -89,7 +89,7 @@ class ScriptLauncher(_lightning.ScriptLauncher):
 class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
     """Lightning's, whose children handle no errors: they report theirs before they end."""
 
-    has_lost_run = False  # the last run has ended with an error, and its processes are gone
+    has_lost_run = False  # the last fit has ended with an error, and its processes are gone
     has_saved = False  # and on Ctrl-C, after all had saved
     _verdict: Any = None
     _folder = ""  # for what goes from the children to this process, if it is large
@@ -118,7 +118,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         self._verdict = multiprocessing.get_context(self._start_method).RawArray(
             ctypes.c_char, 1 << 15
         )
-        self.has_lost_run, self.has_saved = True, False
+        before = self.procs
         callbacks = trainer.callbacks if trainer is not None else ()
         saving = LetChildrenSave(callbacks, rank_zero_info)
         try:
@@ -126,9 +126,11 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
                 result = super().launch(function, *args, **kwargs)
             self.has_lost_run = False
             return result
-        except ProcessException as error:
-            verdict = self._verdict.value.decode(errors="replace")
-            error.args = (f"{error.msg}\n\n{verdict}" if verdict else error.msg,)
+        except BaseException as error:
+            self.has_lost_run = self.procs is not before and not self.has_fit
+            if isinstance(error, ProcessException):
+                verdict = self._verdict.value.decode(errors="replace")
+                error.args = (f"{error.msg}\n\n{verdict}" if verdict else error.msg,)
             raise
         finally:
             self._verdict, self.has_saved = None, saving.has_saved
