@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.comm.messages import RemoteError
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.frames import place_of
+from lightning_gpipe.failure.hub import Hub
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.failure.stall import Stall
 from lightning_gpipe.failure.watchdog import Watchdog
@@ -98,6 +100,22 @@ def test_many_strangers_keep_nobody_out() -> None:
     for stranger in strangers:
         stranger.close()
     listening.watchdog.close()
+
+
+@pytest.mark.parametrize("rounds", range(8))
+def test_the_end_waits_for_a_connection_that_is_being_made(rounds: int) -> None:
+    async def tasks_left() -> set[Any]:
+        server = socket.create_server(("127.0.0.1", 0))
+        hub = Hub(server, "token", 1, 1, Deadlines())
+        await hub.open()
+        with socket.create_connection(server.getsockname(), timeout=5) as connection:
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            await hub.close()
+            assert is_closed(connection)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(tasks_left()) == set()
 
 
 def test_the_port_is_bound_to_the_main_address_alone() -> None:

@@ -7,7 +7,6 @@ import hmac
 import socket
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from lightning_gpipe.comm.forks import keep_from_children
 from lightning_gpipe.failure.deadlines import Deadlines
@@ -15,6 +14,7 @@ from lightning_gpipe.failure.link import Link
 from lightning_gpipe.failure.reason import DIED, NO_RANK, Failure
 
 _STRANGERS = 16  # connections at a time that haven't said who they are, besides the ranks'
+_RETRY_S = 1.0
 
 
 class Hub:
@@ -47,33 +47,50 @@ class Hub:
         self._told: set[int] = set()
         self._through: set[int] = set()
         self._stalled: dict[int, str] = {}
-        self._serving: set[Any] = set()
-        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._is_closing = False
 
     async def open(self) -> None:
         """Accept connections."""
         keep_from_children(self._socket)
-        self._server = await asyncio.start_server(self._serve, sock=self._socket)
+        self._socket.setblocking(False)
+        self._listen()
 
     async def close(self) -> None:
         """End all connections, once everything said has gone out."""
-        if self._server is not None:
-            self._server.close()
+        self._is_closing = True
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
         for link in (*self._links.values(), *self._strangers):
             link.send("bye")
             link.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=self._deadlines.grace_s)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task, link = asyncio.current_task(), Link(reader, writer)
+    def _listen(self) -> None:
+        if not self._is_closing:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Accept a connection, and hear it in a task that the end waits for."""
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # it is gone again, or this process may open no more files: not at once
+            loop.remove_reader(self._socket)
+            loop.call_later(_RETRY_S, self._listen)
+            return
+        task = loop.create_task(self._serve(connection))
         self._serving.add(task)
-        rank = await self._identify(link)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        link = Link(*await asyncio.open_connection(sock=connection))
+        rank = None if self._is_closing else await self._identify(link)
         if rank is not None:
             await self._hear(rank, link)
         link.close()
         await link.closed()
-        self._serving.discard(task)
 
     async def _hear(self, rank: int, link: Link) -> None:
         """Hear what a rank says until its connection ends."""

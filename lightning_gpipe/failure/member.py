@@ -92,7 +92,9 @@ class Member:
             self._link.send("stalled", where=place)
 
     async def close(self) -> None:
-        """End the connection."""
+        """End the connection, and all that waits for it."""
+        for event in (self._connected, self.all_told, self.ended):
+            event.set()
         if self._link is not None:
             self._link.send("bye")
             self._link.close()
