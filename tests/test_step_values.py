@@ -369,7 +369,8 @@ class Padded(Classifier):
         super().__init__()
         self.counts = torch.arange(1, CLASSES + 1).double() / 3
         self.criterion = nn.CrossEntropyLoss(weight=self.counts)
-        means = {name: torchmetrics.MeanMetric() for name in ("left out", "root")}
+        names = "left out", "root", "by size", "root by size", "by mask"
+        means = {name: torchmetrics.MeanMetric() for name in names}
         self.averages = nn.ModuleDict(means).double()
 
     def metrics(self, scores: Tensor, targets: Tensor) -> None: ...
@@ -394,6 +395,11 @@ class Padded(Classifier):
         self.chosen(scores, inputs, targets)
         self.averages["left out"].update(found)
         self.log("root", self.averages["root"](error.sqrt()))
+        self.averages["by size"].update(found, len(inputs))
+        by_size = self.averages["root by size"](error.sqrt(), weight=len(inputs))
+        self.log("root by size", by_size)
+        kept = inputs > 0
+        self.averages["by mask"].update((scores * kept).sum() / kept.sum(), kept.sum())
         return found
 
     def chosen(self, scores: Tensor, inputs: Tensor, targets: Tensor) -> None:

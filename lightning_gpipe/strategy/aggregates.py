@@ -33,14 +33,16 @@ class _Given:
         where: The stages that have the numbers; None: all.
         values: By the micro-batch.
         recipes: How these come about.
+        counts: How much each is to count in a mean, where the step says so.
     """
 
     metric: Any
-    run: Callable[[Any], Any]
+    run: Callable[..., Any]
     is_forward: bool
     where: Where | None
     values: dict[int, Any] = field(default_factory=dict)
     recipes: list[Recipe | None] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
 
 class Aggregates:
@@ -63,10 +65,10 @@ class Aggregates:
     def take(
         self,
         metric: Any,
-        run: Callable[[Any], Any],
+        run: Callable[..., Any],
         is_forward: bool,
         micro_batch: int,
-        value: Any,
+        values: tuple[Any, ...],
         where: Where | None,
     ) -> None:
         """Take what a metric is given.
@@ -76,12 +78,14 @@ class Aggregates:
             run: Its forward or its update.
             is_forward: Whether it is its forward.
             micro_batch: In whose step.
-            value: A number.
+            values: A number, and how much it counts in a mean, if that is given.
             where: The stages that have it; None: all.
         """
         call = id(metric), is_forward, micro_batch
         self._calls[call] = number = self._calls.get(call, 0) + 1
         given = self._given.setdefault((*call[:2], number), _Given(metric, run, is_forward, where))
+        value, *counts = values
+        given.counts += counts
         given.recipes.append(self._made.recipe_of(value))
         # the step may change it in place
         own = value.detach().clone() if isinstance(value, Tensor) else value
@@ -114,21 +118,30 @@ class Aggregates:
                     number = self._made.of_mini_batch(given.recipes, own, what, adds)
                     if number is None:
                         number = merge(values, [sizes[m] for m in ms], own, what)
-                    given.run(number)
+                    given.run(number, *[sum(given.counts)] * bool(given.counts))
             if given.is_forward:
                 yield given.metric, given.where
         self.clear()
 
 
-def aggregated(measure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number that a metric or a collection is given as the step's; None: it is given other.
+def aggregated(measure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a metric or a collection is given as the step's; nothing: it is given other.
+
+    Returns:
+        A number; and how much it counts, where that is said in whole numbers, as those of samples,
+        which are added up over micro-batches. (What is counted in a tensor, such as a mask's sum,
+        belongs to the micro-batch's own number.)
 
     Raises:
         ValueError: If it is the step's for some metrics of a collection alone.
     """
     values = (*args, *kwargs.values())
+    if isinstance(measure, MeanMetric) and len(values) == 2:
+        names = ("value", "weight")[len(args) :]
+        value, count = (*args, *(kwargs.get(name) for name in names))
+        return (value, count) if type(count) is int and _is_steps(measure, value) else ()
     if len(values) != 1 or isinstance(values[0], bool):
-        return None
+        return ()
     metrics = [*measure.children()] if isinstance(measure, MetricCollection) else [measure]
     are_steps = {_is_steps(metric, values[0]) for metric in metrics}
     if len(are_steps) > 1:
@@ -138,7 +151,7 @@ def aggregated(measure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             " takes that of the mini-batch, others take those of the micro-batches: call the"
             " metrics one by one, or use GPipeStrategy(step='mini-batch')."
         )
-    return values[0] if are_steps == {True} else None
+    return values if are_steps == {True} else ()
 
 
 def _is_steps(metric: Any, value: Any) -> bool:

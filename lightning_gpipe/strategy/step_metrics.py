@@ -185,8 +185,8 @@ class StepMetrics:
             update(*args, **kw)
             return
         where = self._note(trace, measure, args, kw)
-        if (value := aggregated(measure, args, kw)) is not None:
-            self._aggregates.take(measure, update, False, trace.micro_batch, value, where)
+        if values := aggregated(measure, args, kw):
+            self._aggregates.take(measure, update, False, trace.micro_batch, values, where)
         elif where is None or trace.stage in where:
             with trace.suspended():
                 update(*args, **kw)
@@ -197,14 +197,14 @@ class StepMetrics:
         trace = self._pipeline.step_trace
         if trace is None:
             return forward(*args, **kw)
-        where, value = self._note(trace, measure, args, kw), aggregated(measure, args, kw)
-        if value is not None:
-            self._aggregates.take(measure, forward, True, trace.micro_batch, value, where)
+        where, value = self._note(trace, measure, args, kw), None
+        if values := aggregated(measure, args, kw):
+            self._aggregates.take(measure, forward, True, trace.micro_batch, values, where)
+            given = torch.as_tensor(values[0], device=self._pipeline.groups.device)
             if isinstance(measure, Metric):
-                return value
+                return given.to(measure.dtype)
             names = measure.keys(keep_base=False)
             dtypes = [metric.dtype for metric in _members(measure).values()]
-            given = torch.as_tensor(value, device=self._pipeline.groups.device)
             return {name: given.to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
         if any(isinstance(part, MinMaxMetric) for part in measure.modules()):
             raise ValueError(
