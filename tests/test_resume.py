@@ -186,6 +186,7 @@ def test_a_changed_number_of_micro_batches_is_warned_of(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         ("truncated", "can't be read .* resume from an earlier one"),
+        ("without its end", "can't be read .* resume from an earlier one"),
         ("empty", "can't be read"),
         ("text", "can't be read"),
         ("weights", "has no 'state_dict'"),
@@ -200,6 +201,8 @@ def test_a_bad_file_is_refused(content: str, problem: str, tmp_path: Path) -> No
     run.save_checkpoint(path)
     if content == "truncated":
         path.write_bytes(path.read_bytes()[:2000])
+    elif content == "without its end":
+        path.write_bytes(path.read_bytes()[:-3])
     elif content == "empty":
         path.write_bytes(b"")
     elif content == "text":

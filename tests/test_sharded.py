@@ -443,6 +443,20 @@ def test_a_folder_that_lacks_a_file_is_refused(lost: str, folder: Path, tmp_path
         run_ranks(resume, 1, half, 1, 1)
 
 
+@pytest.mark.parametrize("cut", ["meta.pt", "__0_0.distcp", ".metadata"])
+def test_a_folder_with_a_file_that_was_cut_is_refused(
+    cut: str, folder: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half.ckpt"
+    shutil.copytree(folder, half)
+    (half / cut).write_bytes((half / cut).read_bytes()[:-3])
+    with pytest.raises(RankError, match=r"half\.ckpt can't be read .* resume from an earlier one"):
+        run_ranks(resume, 1, half, 1, 1)
+    with pytest.raises(SystemExit, match=r"half\.ckpt can't be read"):
+        cli.main(["consolidate", str(half), str(tmp_path / "one.ckpt")])
+    assert not (tmp_path / "one.ckpt").exists()
+
+
 def save_after_a_run(path: Path, plugins: list[Any]) -> None:
     run = trainer(devices=1, max_steps=1, strategy=strategy(1), plugins=plugins)
     run.fit(Rich())

@@ -103,3 +103,33 @@ def no_number(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
 def test_values_that_are_not_valid_are_an_error(loss: Callable[..., Tensor]) -> None:
     with pytest.raises(RankError, match=r"ValueError: [^\n]*(negative entry|invalid values)"):
         run_ranks(fit, 2, 2, Module, loss)
+
+
+class Tells(nn.Module):
+    """Gives a number, or a tensor of another size, that depends on the values."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        largest = float(x.detach().max()) if x.device.type != "meta" else 0.5
+        return (x, largest) if self.what == "number" else (x, x.new_zeros(len(x), int(largest * 9)))
+
+
+class WithMore(models.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.backbone.append(Tells(what))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self(x)[0], y)
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [("number", r"output holds [\d.]+, where it held [\d.]+"), ("size", "another shape or type")],
+)
+def test_an_output_that_other_stages_can_t_know_is_refused(what: str, problem: str) -> None:
+    with pytest.raises(RankError, match=problem):
+        run_ranks(fit, 2, 2, WithMore, what)

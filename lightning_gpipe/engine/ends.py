@@ -116,13 +116,19 @@ class OutputOutlines(dict[str, Tree]):
             RuntimeError: If it doesn't.
         """
         tree, known = made[0], self[name]
-        same = tree.spec == known.spec and all(
-            (a.shape, a.dtype) == (b.shape, b.dtype)
-            if isinstance(a, Tensor) and isinstance(b, Tensor)
-            else a == b
-            for a, b in zip(tree.leaves, known.leaves, strict=True)
-        )
-        if not same:
+        is_alike = tree.spec == known.spec
+        for now, before in zip(tree.leaves, known.leaves, strict=True) if is_alike else ():
+            if isinstance(now, Tensor) and isinstance(before, Tensor):
+                is_alike &= (now.shape, now.dtype) == (before.shape, before.dtype)
+            elif isinstance(now, Tensor) or isinstance(before, Tensor):
+                is_alike = False
+            elif now != before:
+                raise RuntimeError(
+                    f"The backbone's output holds {now!r}, where it held {before!r} before. Other"
+                    " stages know what isn't in a tensor only if it stays the same: give it as a"
+                    " tensor of shape [batch, ...], and reduce it in the step."
+                )
+        if not is_alike:
             raise RuntimeError(
                 "The backbone's output has another shape or type than before for a batch of the"
                 " same shapes, so other stages can't know it. Where a layer pads to what a"

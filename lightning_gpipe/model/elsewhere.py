@@ -35,10 +35,13 @@ class HeldElsewhere(RuntimeError):
     """A step reads the values of a tensor that another stage holds."""
 
 
+_ONE_BY_ONE = (
+    "one by one runs on every stage: let it skip those with p.is_meta, print what it finds on every"
+    " rank (loggers are rank 0's, which has its own stage's alone), and let no step depend on it."
+)
 _INSTEAD_OF_GRADIENTS = (
     "For the norm of gradients use trainer.strategy.grad_norm(parameters), for clipping"
-    " trainer.strategy.clip_grad_norm_. What reads gradients one by one runs on every stage: let it"
-    " skip those with p.is_meta."
+    f" trainer.strategy.clip_grad_norm_. What reads gradients {_ONE_BY_ONE}"
 )
 _INSTEAD_OF_WEIGHTS = (
     "A weight of the backbone that the step uses itself must stand outside the backbone, too"
@@ -49,9 +52,8 @@ _INSTEAD_OF_WEIGHTS = (
     " average of the weights Lightning's EMAWeightAveraging; let each layer hold the teacher's copy"
     " of itself where a teacher follows the model; make copies of the module before the"
     " Trainer runs, and save it after that, or with trainer.save_checkpoint on every rank. What"
-    " reads weights one by one runs on every stage: let it skip those with p.is_meta. Set weights"
-    " before the Trainer runs. After a run that an error has ended, build the module anew, and load"
-    " a checkpoint."
+    f" reads weights {_ONE_BY_ONE} Set weights before the Trainer runs. After a run that an error"
+    " has ended, build the module anew, and load a checkpoint."
 )
 
 

@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_gpipe.state import replacing
+from lightning_gpipe.state.damage import DamagedCheckpoint, reading
 from lightning_gpipe.state.parts import Part, Share, write
 from lightning_gpipe.state.sharded import Folder
 from lightning_gpipe.state.stored import Stored
@@ -31,6 +32,7 @@ def consolidate(folder: str, file: str, overwrite: bool = False) -> None:
 
     Raises:
         OSError: If the folder is no whole checkpoint, or a file is there already.
+        ValueError: If one of its files is damaged.
     """
     _refuse_existing(file, overwrite)
     system, local = url_to_fs(file)
@@ -59,7 +61,7 @@ def shard(file: str, folder: str, overwrite: bool = False) -> None:
 
     Raises:
         OSError: If there is no such file, or a checkpoint is there already.
-        ValueError: If the file is no Lightning checkpoint.
+        ValueError: If the file is no Lightning checkpoint, or damaged.
     """
     _refuse_existing(folder, overwrite)
     if os.path.isdir(file):
@@ -74,13 +76,13 @@ def shard(file: str, folder: str, overwrite: bool = False) -> None:
 
 def _read(file: str) -> Any:
     system, local = url_to_fs(file)
-    with system.open(local, "rb") as stream:
+    with system.open(local, "rb") as stream, reading(file):
         if not zipfile.is_zipfile(stream):
-            raise ValueError(f"{file} is no Lightning checkpoint, or damaged.")
+            raise DamagedCheckpoint(f"{file} is no Lightning checkpoint, or damaged.")
         stream.seek(0)
         if not isinstance(system, LocalFileSystem):
             return torch.load(stream, map_location="cpu", weights_only=False)
-    return torch.load(local, map_location="cpu", mmap=True, weights_only=False)
+        return torch.load(local, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _refuse_existing(path: str, overwrite: bool) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_gpipe.state import replacing
+from lightning_gpipe.state.damage import reading
 from lightning_gpipe.state.stored import Stored
 
 #: The file for all but tensors, and the one without which a folder is no checkpoint.
@@ -44,6 +45,8 @@ class Folder:
         FileNotFoundError: If there is none, or one of its files is missing.
         NotADirectoryError: If it is a file.
         IsADirectoryError: If it is no whole checkpoint, with what to do instead.
+
+    What it reads raises DamagedCheckpoint where a file isn't what was written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -84,7 +87,8 @@ class Folder:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        metadata: Metadata = self._reader.read_metadata()
+        with reading(self.path):
+            metadata: Metadata = self._reader.read_metadata()
         self._check_for(info.relative_path for info in (metadata.storage_data or {}).values())
         return metadata
 
@@ -127,7 +131,7 @@ class Folder:
         Args:
             weights_only: See ``torch.load``; for what stands beside tensors.
         """
-        with self._system.open(f"{self.path}/{REST}", "rb") as file:
+        with self._system.open(f"{self.path}/{REST}", "rb") as file, reading(self.path):
             rest = torch.load(file, map_location="cpu", weights_only=weights_only)
         table = rest.pop(TABLE, {})
         optimizers = [root for root in self._tree if re.fullmatch(r"optimizer_\d+", str(root))]
@@ -198,7 +202,8 @@ class Folder:
         reader.set_up_storage_reader(self._metadata, True)
         plan = reader.prepare_local_plan(planner.create_local_plan())
         [plan] = reader.prepare_global_plan(planner.create_global_plan([plan]))
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        with reading(self.path):
+            reader.read_data(planner.finish_plan(plan), planner).wait()
         return values
 
 

@@ -137,9 +137,9 @@ def aggregated(measure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     """
     values = (*args, *kwargs.values())
     if isinstance(measure, MeanMetric) and len(values) == 2:
-        names = ("value", "weight")[len(args) :]
-        value, count = (*args, *(kwargs.get(name) for name in names))
-        return (value, count) if type(count) is int and _is_steps(measure, value) else ()
+        number = args[0] if args else kwargs.get("value")
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        return (number, weight) if type(weight) is int and _is_steps(measure, number) else ()
     if len(values) != 1 or isinstance(values[0], bool):
         return ()
     metrics = [*measure.children()] if isinstance(measure, MetricCollection) else [measure]

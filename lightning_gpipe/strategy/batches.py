@@ -134,7 +134,10 @@ def split_batch(
         )
     samples = first.shape[0]
     if not samples:
-        raise ValueError("The batch has 0 samples (its first dimension is 0): nothing to split.")
+        raise ValueError(
+            "The batch has 0 samples (its first dimension is 0): nothing to split. Let the data"
+            " loader's sampler or collate_fn leave out empty batches."
+        )
     _check_ragged(batch)
     count = min(chunks, samples)
     sizes = [samples // count + (m < samples % count) for m in range(count)]

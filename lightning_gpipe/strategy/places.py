@@ -83,7 +83,8 @@ class PlacedStrategy(ParallelStrategy):
 
     def go_on_from(self, checkpoint: Mapping[str, Any]) -> None:
         """Warn when a run goes on with another M, as soon as its own is known."""
-        before = checkpoint.get(saving.RECORD, {}).get("chunks")
+        record = checkpoint.get(saving.RECORD)
+        before = record.get("chunks") if isinstance(record, Mapping) else None
         if self._settings.chunks == "auto" and self._settled_chunks is None:
             self._chunks_before = before
         else:

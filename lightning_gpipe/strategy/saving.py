@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.state.damage import reading
 
 #: The entry of a checkpoint that tells how it was trained. Plain Lightning ignores it.
 RECORD = "lightning_gpipe"
@@ -38,18 +39,8 @@ def read(load: Callable[[], Any], path: Any) -> dict[str, Any]:
     Raises:
         ValueError: If the file is damaged or isn't a Lightning checkpoint.
     """
-    try:
+    with reading(path):
         checkpoint = load()
-    except OSError:  # not the file's fault
-        raise
-    except Exception as error:
-        if "Unsupported global" in str(error):  # weights_only=True, with a remedy of its own
-            raise
-        raise ValueError(
-            f"The checkpoint {path} can't be read ({type(error).__name__}: {error}). It may be cut"
-            " short by a full disk or a killed process, or be no checkpoint at all: resume from an"
-            " earlier one."
-        ) from error
     state = checkpoint.get("state_dict") if isinstance(checkpoint, Mapping) else None
     if not isinstance(state, Mapping):
         raise ValueError(

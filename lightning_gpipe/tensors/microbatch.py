@@ -63,6 +63,7 @@ class Split:
         if samples == 0:
             raise ValueError(
                 "The backbone's input has 0 samples (its first dimension is 0): nothing to split."
+                " Let the data loader's sampler or collate_fn leave out empty batches."
             )
         count = min(chunks, samples)
         sizes = tuple(samples // count + (m < samples % count) for m in range(count))
