@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Geometric, Independent, Normal, kl_divergence
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.ranks import RankError, run_ranks
-from tests.training import train
+from tests.training import train, trainer
 
 HALF = models.WIDTH // 2
 
@@ -133,3 +134,24 @@ class WithMore(models.Module):
 def test_an_output_that_other_stages_can_t_know_is_refused(what: str, problem: str) -> None:
     with pytest.raises(RankError, match=problem):
         run_ranks(fit, 2, 2, WithMore, what)
+
+
+class Flat(models.Module):
+    """Targets of all samples one after another, as a CTC loss takes them, too."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x).expand(4, -1, -1).log_softmax(2)
+        lengths = torch.full((len(x),), 4)
+        return functional.ctc_loss(logits, y, lengths, lengths - 2)
+
+
+def fit_flat() -> None:
+    inputs, targets = torch.randn(4, models.WIDTH), torch.ones(8, dtype=torch.long)
+    strategy = GPipeStrategy(chunks=2, step="micro-batch")
+    run = trainer(max_steps=1, devices=2, strategy=strategy)
+    run.fit(Flat(), DataLoader([(inputs, targets)], batch_size=None))
+
+
+def test_an_error_tells_of_what_is_not_split() -> None:
+    with pytest.raises(RankError, match=r"came whole, with the shape \(8,\).* pad them to"):
+        run_ranks(fit_flat, 2)

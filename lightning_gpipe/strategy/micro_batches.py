@@ -109,19 +109,29 @@ class _MiniBatch:
         return Outcome(loss, weight, look)
 
     def _explain(self, error: Exception, m: int) -> None:
-        """Add to a step's error that a tensor may have a row and a column for each sample."""
+        """Add to a step's error what splitting by samples may have to do with it."""
         size, samples = self.sizes[m], sum(self.sizes)
-        for tensor in tensors_of(self.parts[m]) if len(self.sizes) > 1 else ():
-            if tensor.shape[:1] == (size,) and samples in tensor.shape[1:]:
-                shape = tuple(tensor.shape)
-                add_note(
-                    error,
-                    f"With step='micro-batch' a tensor of the batch came with the shape {shape}, as"
-                    f" {size} of its {samples} rows. If it relates all samples to each other, as"
-                    " the adjacency of a graph does, they can't be split: use"
-                    " GPipeStrategy(step='mini-batch') or chunks=1.",
+        other = tensors_of(self.parts[m - 1]) if len(self.sizes) > 1 else []
+        for tensor, its in zip(tensors_of(self.parts[m]), other, strict=False):
+            shape = tuple(tensor.shape)
+            if shape[:1] == (size,) and samples in shape[1:]:
+                what = (
+                    f"a tensor of the batch came with the shape {shape}, as {size} of its"
+                    f" {samples} rows. If it relates all samples to each other, as the adjacency of"
+                    " a graph does, they can't be split: use GPipeStrategy(step='mini-batch') or"
+                    " chunks=1."
                 )
-                return
+            elif tensor is its and shape and shape[0] > 1:
+                what = (
+                    f"a tensor of the batch came whole, with the shape {shape}, since it hasn't a"
+                    f" row for each of the {samples} samples. If it has theirs one after another,"
+                    " as the targets of a CTC loss may, pad them to [batch, ...], or use"
+                    " GPipeStrategy(step='mini-batch')."
+                )
+            else:
+                continue
+            add_note(error, f"With step='micro-batch' {what}")
+            return
 
     def _rows(self) -> list[Tensor]:
         """The tensors in the first micro-batch that have a row for each sample."""
