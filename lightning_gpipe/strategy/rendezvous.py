@@ -294,22 +294,33 @@ def explain_connections(
             " processes of this run should meet. Set MASTER_PORT to a port that is free on the"
             " first node, the same on every node; on one node unset it, to have a free one chosen."
         )
-    if nodes == 1 and isinstance(error, dist.DistNetworkError):
-        address = environment.main_address
+    address, reason = environment.main_address, str(error).rstrip(".")
+    if isinstance(error, dist.DistNetworkError):
+        remedy = f"Where MASTER_ADDR={address} isn't this machine, unset it."
+        if nodes > 1:
+            remedy = (
+                f"The first node's script has to run, MASTER_ADDR={address} to be an address of it"
+                " that the others reach, and MASTER_PORT a port that no firewall closes."
+            )
         return RuntimeError(
-            f"The processes of this run can't meet at {address}:{environment.main_port}: {error}."
-            f" Where MASTER_ADDR={address} isn't this machine, unset it."
+            f"The processes of this run can't meet at {address}:{environment.main_port}: {reason}."
+            f" {remedy}"
         )
-    if nodes == 1 and isinstance(error, dist.DistStoreError):
+    if isinstance(error, dist.DistStoreError):
+        remedy = "Where a launcher starts them, it has to start as many as the Trainer has devices."
+        if nodes > 1:
+            remedy = (
+                f"Start the script on each of the {nodes} nodes, with the same MASTER_ADDR and"
+                " MASTER_PORT, and its own NODE_RANK."
+            )
         return RuntimeError(
-            f"Not all processes of this run have come within {timeout}: {error}. They need the time"
-            " to import what the script does: give GPipeStrategy a longer timeout. Where a launcher"
-            " starts them, it has to start as many as the Trainer has devices."
+            f"Not all processes of this run have come within {timeout}: {reason}. They need the"
+            f" time to import what the script does: give GPipeStrategy a longer timeout. {remedy}"
         )
     if nodes == 1:
         return error
     return RuntimeError(
-        f"The processes of this run can't connect to each other: {error}. Control messages go over"
+        f"The processes of this run can't connect to each other: {reason}. Control messages go over"
         " gloo. Set GLOO_SOCKET_IFNAME on every node to the network interface by which the nodes"
         f" reach each other, such as eth0 (now {os.environ.get(_GLOO, 'unset')};"
         f" {_NCCL} is {os.environ.get(_NCCL, 'unset')})."
