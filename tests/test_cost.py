@@ -172,6 +172,17 @@ def test_a_cost_that_is_no_finite_number_is_named(
         function_costs(linears(2), run_layer, torch.ones(SAMPLES, WIDTH), cost)
 
 
+def breaking(layer: nn.Module, x: Any) -> float:
+    return {}["cost"]
+
+
+def test_a_cost_function_that_fails_is_named() -> None:
+    message = rf"The balance function breaking of {__name__} raised an error for layer 0 \(Linear\)"
+    with pytest.raises(ValueError, match=message) as caught:
+        function_costs(linears(2), run_layer, torch.ones(SAMPLES, WIDTH), breaking)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_costs_may_be_numbers_of_any_kind() -> None:
     kinds = iter([numpy.float64(2.5), numpy.int64(2), torch.tensor(3.0), True])
     found = function_costs(

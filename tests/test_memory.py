@@ -301,7 +301,7 @@ def test_limits_are_read() -> None:
         assert settings(memory_limit=text).limit == nbytes
     assert settings().limit is None
     for wrong in ("16", "GB", "-1GB", "0GB", 0, -5, True, 1.5, "16G"):
-        with pytest.raises(ValueError, match=r"memory_limit must be None.* with its unit"):
+        with pytest.raises(ValueError, match=r"memory_limit .* with its unit"):
             settings(memory_limit=wrong)
     assert [human_bytes(n) for n in (950, 1200, 25_649_000, 1.05e9)] == [
         *("950 B", "1.2 kB", "25.6 MB", "1.1 GB")

@@ -20,6 +20,7 @@ from tests import expected_memory
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning uses what jsonargparse deprecates
 SHORT = ["--chunks", "4", "--checkpoint", "always"]
+HERE = r"at .*test_plan_command\.py:\d+"
 DIGITS = ["--model", "digits:DigitsModel", "--data", "digits:DigitsData"]
 
 
@@ -30,6 +31,29 @@ def made() -> tuple[L.LightningModule, Any]:
 
 def nothing() -> int:
     return 3
+
+
+def failing() -> Any:
+    return {}["width"]
+
+
+def of_no_data() -> Any:
+    return Warming(), next(iter(DataLoader(TensorDataset(torch.ones(0, 8)))))
+
+
+class Narrow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(3, 3)
+
+
+def too_narrow(*layers: nn.Module) -> tuple[L.LightningModule, Any]:
+    module = Warming()
+    module.backbone = nn.Sequential(nn.Linear(8, 8), *(layers or [nn.Linear(3, 8)]))
+    return module, [torch.ones(4, 8)]
+
+
+def too_narrow_inside() -> tuple[L.LightningModule, Any]:
+    return too_narrow(Narrow())
 
 
 def test_the_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,11 +85,41 @@ def test_a_reader_that_has_enough_ends_it_quietly(monkeypatch: pytest.MonkeyPatc
         ("tests.nowhere:made", "can't be imported"),
         (f"{__name__}:unmade", "can't be imported"),
         (f"{__name__}:nothing", "returned a int"),
+        (f"{__name__}:SHORT", "is of type list: name a function"),
+        ("./nowhere.py:made", "names a file: name the module as `import` does"),
+        (f"{__name__}:failing", rf"raised an error: KeyError: 'width', {HERE} \(failing\)\.$"),
+        (f"{__name__}:of_no_data", rf"StopIteration, {HERE}.*is the data set empty"),
+        (f"{__name__}:too_narrow", r"Layer 1 of 'backbone' \(Linear\) raised an error for this"),
+        (f"{__name__}:too_narrow_inside", rf"Layer 1 of 'backbone' \(Narrow\).*, {HERE} \(forw"),
     ],
 )
 def test_the_command_says_what_is_wrong(factory: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         cli.main(["plan", factory, "--devices", "2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def made(:", r"can't be imported: SyntaxError: .*{name}\.py, line 1"),
+        (
+            "\nx = 1 / 0",
+            r"can't be imported: ZeroDivisionError: .*, at .*{name}\.py:2 \(<module>\)\.$",
+        ),
+        (
+            "import noware",
+            r"can't be imported: .* named 'noware', at .*{name}\.py:1 \(<module>\)\.$",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_users_file_is_told(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = tmp_path.name
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match=message.format(name=name)):
+        cli.main(["plan", f"{name}:made", "--devices", "2"])
 
 
 @pytest.fixture
@@ -110,6 +164,37 @@ class Warming(L.LightningModule):
         return DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4)
 
 
+class Failing(Warming):
+    def __init__(self) -> None:
+        raise KeyError("width")
+
+
+class WithoutData(Warming):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(0, 8)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\x00\xb8", r"users\.yaml can't be read as `fit` .*can't decode"),
+        (
+            f"model: {__name__}.Failing".encode(),
+            rf"What .*users\.yaml names can't be made: KeyError: 'width', {HERE} \(__init__\)\.$",
+        ),
+        (
+            f"model: {__name__}.WithoutData".encode(),
+            "train_dataloader.* of WithoutData gives no batch",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "users.yaml"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["plan", str(file), "--devices", "2"])
+
+
 def test_a_schedule_may_ask_for_the_number_of_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +237,9 @@ def test_arguments_of_fit_go_with_the_file(
         ([*DIGITS, "--no-data"], "no example_input_array"),
         ([*DIGITS, "--trainer.strategy=ddp"], "strategy is DDPStrategy, and pipelines"),
         ([*DIGITS, "--data.batch_size=-1"], "The data can't be loaded"),
+        (["--model", f"{__name__}:made"], "--model must name a class .* is of type function"),
+        (["--model", DIGITS[3]], "a LightningModule .*:DigitsData is the class DigitsData"),
+        (["--data", DIGITS[1]], "a LightningDataModule .*:DigitsModel is the class DigitsModel"),
     ],
 )
 def test_what_a_file_lacks_is_told(example: str, arguments: list[str], message: str) -> None:
@@ -172,7 +260,7 @@ def test_what_goes_with_a_file_alone_is_told() -> None:
             cli.main(["plan", f"{__name__}:made", "--devices", "2", *given])
     with pytest.raises(SystemExit, match="--memroy 16GB: is no option of plan"):
         cli.main(["plan", f"{__name__}:made", "--devices", "2", "--memroy", "16GB"])
-    with pytest.raises(SystemExit, match=r"memory must be None, a whole .*, got memory='16'"):
+    with pytest.raises(SystemExit, match=r"a number above 0 with its unit, .*, got memory='16'"):
         cli.main(["plan", f"{__name__}:made", "--devices", "2", "--memory", "16"])
     with pytest.raises(SystemExit, match=r"There is no file nowhere\.yaml"):
         cli.main(["plan", "nowhere.yaml"])

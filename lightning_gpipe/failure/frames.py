@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from types import FrameType
 
 _PACKAGE, _, _ = __name__.partition(".")
@@ -18,6 +21,9 @@ _LIBRARIES = (
     "contextlib",
     "threading",
 )
+#: Where Python's own modules lie, and those that are installed.
+_FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = tuple(map(sysconfig.get_path, _FOLDERS))
 
 
 @contextmanager
@@ -63,3 +69,13 @@ def place_of(thread: int) -> str:
             if is_users(frame):
                 return f"{code.co_filename}:{frame.f_lineno} ({code.co_name}), in {inner}"
     return inner
+
+
+def place_in(error: BaseException) -> str:
+    """The innermost line of the user's own files that an exception came through; "": none."""
+    for frame, line in reversed([*walk_tb(error.__traceback__)]):
+        file = frame.f_code.co_filename
+        is_own = os.path.isabs(file) and not file.startswith(_INSTALLED)  # compiled: not absolute
+        if is_own and is_users(frame):
+            return f"{file}:{line} ({frame.f_code.co_name})"
+    return ""

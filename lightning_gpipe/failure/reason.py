@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from torch.distributed import DistBackendError
 
 from lightning_gpipe.comm.messages import RemoteError
+from lightning_gpipe.failure.frames import place_in
 
 #: What ends a run. ``lost``: the connection to another process; ``died``: a process ended without a
 #: word; ``orphan``: the process that started this one is gone; ``stall``: all ranks wait for each
@@ -98,3 +99,26 @@ def text_of(error: BaseException) -> str:
         message = f"{message[: _TEXT // 2]} […] {message[-_TEXT // 2 :]}"
     message = _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], message)
     return f"{name}: {message}" if message else name
+
+
+def line_of(error: BaseException) -> str:
+    """An error of the user's code in one line, with its place.
+
+    Args:
+        error: It, or what a library has raised because of it.
+    """
+    cause = users_error(error) or error
+    text, place = " ".join(text_of(cause).split()).rstrip(". "), place_in(cause)
+    return f"{text}, at {place}" if place else text
+
+
+def users_error(error: BaseException) -> BaseException | None:
+    """The error of the user's code that an exception is, or was raised because of; None: none."""
+    seen = list[BaseException]()
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if place_in(cause):
+            return cause
+        seen.append(cause)
+        cause = cause.__cause__
+    return None

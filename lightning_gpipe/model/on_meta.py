@@ -36,7 +36,16 @@ _CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict, Counter}
 
 
 class UntraceableLayer(RuntimeError):
-    """A layer can't run without data, on the meta device."""
+    """A layer can't run without data, on the meta device.
+
+    Args:
+        text: Which, and why.
+        index: Its place.
+    """
+
+    def __init__(self, text: str, index: int = 0) -> None:
+        super().__init__(text)
+        self.index = index
 
 
 class Pretended:
@@ -134,7 +143,8 @@ def run_layer_on_meta(
     except Exception as error:
         raise UntraceableLayer(
             f"{type(module).__name__} can't run on the meta device, without data"
-            f" ({type(error).__name__}: {error})"
+            f" ({type(error).__name__}: {error})",
+            index,
         ) from error
 
 

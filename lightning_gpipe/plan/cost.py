@@ -133,11 +133,19 @@ def function_costs(
 
     Raises:
         UntraceableLayer: If a layer needs the values of its input.
-        ValueError: If a cost is no number, not finite, or negative.
+        ValueError: If a cost is no number, not finite, or negative, or the function fails.
     """
     found, value = [], Tree.of(sample, "The backbone's input").mapped(graph_leaf_on_meta).value()
     for index, layer in enumerate(layers):
-        found.append(_checked(cost(layer, value), layer, index))
+        try:
+            each = cost(layer, value)
+        except Exception as error:
+            name = getattr(cost, "__qualname__", cost)
+            raise ValueError(
+                f"The balance function {name} of {cost.__module__} raised an error for layer"
+                f" {index} ({type(layer).__name__}): {type(error).__name__}: {error}"
+            ) from error
+        found.append(_checked(each, layer, index))
         with torch.no_grad():
             value = run_layer_on_meta(layer, run_layer, index, value)
     return found

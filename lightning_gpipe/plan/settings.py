@@ -160,6 +160,11 @@ def memory_size(name: str, value: object) -> int | None:
         nbytes = int(float(number) * thousand**power)
         if nbytes:
             return nbytes
+    if isinstance(value, str):
+        raise ValueError(
+            f"{name} as a text must be a number above 0 with its unit, kB, MB, GB, TB, kiB, MiB,"
+            f" GiB or TiB, such as '16GB' or '15.5GiB', got {name}={value!r}."
+        )
     raise ValueError(
         f"{name} must be None, a whole number of bytes from 1, or a text with its unit such as"
         f" '16GB' or '15.5GiB', got {name}={value!r}."

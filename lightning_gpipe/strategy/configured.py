@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_gpipe.failure.reason import line_of, users_error
 from lightning_gpipe.strategy.gpipe import GPipeStrategy
 
 
@@ -45,12 +46,16 @@ class Configured:
             loader = (self.data or self.module).train_dataloader()
             if loader is None:
                 return None
-            batch, *_ = next(iter(CombinedLoader(loader, "min_size")))
+            first = next(iter(CombinedLoader(loader, "min_size")), None)
+            if first is None:
+                name = type(self.data or self.module).__name__
+                raise ValueError(f"train_dataloader() of {name} gives no batch: it has no data")
+            batch, *_ = first
         except Exception as error:
             if self.data is None and self.module.example_input_array is not None:
                 return None
             raise ValueError(
-                f"The data can't be loaded ({type(error).__name__}: {error}): give the model an"
+                f"The data can't be loaded ({line_of(error)}): give the model an"
                 " example_input_array, and plan with --no-data."
             ) from error
         return batch
@@ -77,7 +82,11 @@ def configured(
     """
     try:
         cli = _Read(is_real, ["fit", "--config", file, *arguments], model, data)
-    except ArgumentError as error:
+    except Exception as error:
+        if users_error(error) is not None:
+            raise ValueError(f"What {file} names can't be made: {line_of(error)}.") from error
+        if not isinstance(error, (ArgumentError, UnicodeDecodeError)):
+            raise
         raise ValueError(
             f"{file} can't be read as `fit` of a LightningCLI reads it: {error}\nThe class of the"
             " model and that of the data are named once: in the file, or by --model"

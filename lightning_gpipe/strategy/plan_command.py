@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
+from lightning_gpipe.failure.reason import line_of
 from lightning_gpipe.plan.settings import StepMode
 from lightning_gpipe.strategy.gpipe import GPipeStrategy
 
@@ -85,8 +86,8 @@ def _configured(
         raise ValueError(
             "Configuration files need LightningCLI: pip install 'jsonargparse[signatures]'."
         ) from error
-    module_class = None if model is None else _imported(model)
-    data_class = None if data is None else _imported(data)
+    module_class = None if model is None else _class("--model", model, pl.LightningModule)
+    data_class = None if data is None else _class("--data", data, pl.LightningDataModule)
     return configured(file, arguments, module_class, data_class, is_real)
 
 
@@ -106,7 +107,17 @@ def _quiet() -> Iterator[None]:
 def _made(factory: str) -> tuple[pl.LightningModule, Any]:
     """The module and the batch that a function of the user's makes; None: no batch."""
     make = _imported(factory)
-    made = make()
+    if not callable(make):
+        raise ValueError(
+            f"{factory!r} is of type {type(make).__name__}: name a function that returns a"
+            " LightningModule, alone or with a batch."
+        )
+    try:
+        made = make()
+    except Exception as error:
+        empty = isinstance(error, StopIteration)
+        hint = " Nothing was left to take: is the data set empty?" if empty else ""
+        raise ValueError(f"{factory!r} raised an error: {line_of(error)}.{hint}") from error
     module, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, pl.LightningModule):
         raise ValueError(
@@ -114,6 +125,20 @@ def _made(factory: str) -> tuple[pl.LightningModule, Any]:
             " `lightning`, or a LightningModule and a batch."
         )
     return module, batch
+
+
+def _class(option: str, name: str, base: type) -> Any:
+    """The class that an option names."""
+    found = _imported(name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        kind = found if isinstance(found, type) else type(found)
+        what = f"the class {kind.__name__}" if found is kind else f"of type {kind.__name__}"
+        raise ValueError(
+            f"{option} must name a class that is a {base.__name__} of `lightning`, and {name} is"
+            f" {what}. What a function makes is planned without a file: lightning-gpipe plan"
+            " package.module:function."
+        )
+    return found
 
 
 def _imported(name: str) -> Any:
@@ -124,12 +149,17 @@ def _imported(name: str) -> Any:
             f"{name!r} is neither a configuration file (*.yaml) nor package.module:name of a class,"
             " or of a function that returns a LightningModule, alone or with a batch."
         )
+    if place.endswith(".py") or place.startswith(".") or os.sep in place:
+        raise ValueError(
+            f"{name!r} names a file: name the module as `import` does, package.module:{attribute},"
+            " from the folder where it is found."
+        )
     if os.getcwd() not in sys.path:  # as `python -m` finds modules
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(place)
         for key in attribute.split("."):
             found = getattr(found, key)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r} can't be imported: {error}.") from error
+    except Exception as error:
+        raise ValueError(f"{name!r} can't be imported: {line_of(error)}.") from error
     return found

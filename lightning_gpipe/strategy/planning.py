@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_gpipe.failure.reason import line_of
 from lightning_gpipe.model.backbone import find_backbone
-from lightning_gpipe.model.on_meta import Attributes
+from lightning_gpipe.model.on_meta import Attributes, UntraceableLayer
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import layers_of, trained_by
 from lightning_gpipe.model.run_layer import run_layer
@@ -90,7 +91,7 @@ class PlanningStrategy(SavingStrategy):
         Raises:
             ValueError: If an argument has a wrong value, the module can't be cut, or the step
                 needs values, with what to do.
-            UntraceableLayer: If a layer of the backbone needs the values of its input.
+            UntraceableLayer: If a layer of the backbone fails for the batch, or needs its values.
         """
         if not isinstance(module, pl.LightningModule):
             raise ValueError(
@@ -135,7 +136,8 @@ class PlanningStrategy(SavingStrategy):
                 *(module, settings, batch, input, optimizers, place, flops, measured),
                 warn=lambda text: said.update({text: None}),
             )
-            plans = planner.compare(choices, settings, devices)
+            with _layers_told(planner):
+                plans = planner.compare(choices, settings, devices)
         for text in said:
             rank_zero_warn(text)
         return plans
@@ -171,6 +173,21 @@ def _planner(
         *(call.seen, flops),
         partial(_measured, layers, call, device) if is_measured else None,
     )
+
+
+@contextmanager
+def _layers_told(planner: Planner) -> Iterator[None]:
+    """Tell of an error of a layer that it is the layer's, and where it arose."""
+    try:
+        yield
+    except UntraceableLayer as error:
+        layer = type(planner.layers[error.index]).__name__
+        raise UntraceableLayer(
+            f"Layer {error.index} of '{planner.backbone}' ({layer}) raised an error for this batch:"
+            f" {line_of(error.__cause__ or error)}. It was given the batch's shapes without values:"
+            " if it needs values, it can't be planned.",
+            error.index,
+        ) from error
 
 
 def _measured(
@@ -267,7 +284,7 @@ def _built(module: pl.LightningModule, precision: Precision) -> Iterator[None]:
             except Exception as error:
                 raise ValueError(
                     "configure_model() can't run on the meta device, where tensors have no values"
-                    f" ({type(error).__name__}: {error}): call it before the plan is made."
+                    f" ({line_of(error)}): call it before the plan is made."
                 ) from error
         converted = next(precision.convert_module(nn.Linear(1, 1)).parameters())
         _convert(module, converted.dtype)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.failure.reason import line_of
 from lightning_gpipe.model.on_meta import Attributes, Pretended, graph_leaf_on_meta
 from lightning_gpipe.model.parameters import layers_of, own_tensors
 from lightning_gpipe.model.redirect import Redirections
@@ -88,9 +89,9 @@ def call_of(
         raise
     except Exception as error:
         raise ValueError(
-            f"The step of {type(module).__name__} can't run up to the backbone '{backbone}' without"
-            f" values, or without a Trainer ({type(error).__name__}: {error}). Instead"
-            f" {_GIVE_INPUT}."
+            f"The step of {type(module).__name__} raised an error for this batch before it called"
+            f" the backbone '{backbone}': {line_of(error)}. It was given the batch's shapes without"
+            f" values, and no Trainer: if it needs these, {_GIVE_INPUT}."
         ) from error
     if found is None:
         raise ValueError(

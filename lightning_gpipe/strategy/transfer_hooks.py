@@ -9,6 +9,8 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gpipe.failure.reason import line_of
+
 _TRANSFER = "transfer_batch_to_device"
 _HOOKS = ("on_before_batch_transfer", _TRANSFER, "on_after_batch_transfer")
 
@@ -46,8 +48,8 @@ def transferred(module: pl.LightningModule, batch: Any, device: torch.device) ->
         except Exception as error:
             raise HookFailed(
                 f"{name}() of {type(holder).__name__} can't run without values, or without a"
-                f" Trainer that runs ({type(error).__name__}: {error}). Let it compute with tensors"
-                " alone, and not read what is in them; or give no batch, but the module an"
-                " example_input_array, which goes through no hook."
+                f" Trainer that runs ({line_of(error)}). Let it compute with tensors alone, and not"
+                " read what is in them; or give no batch, but the module an example_input_array,"
+                " which goes through no hook."
             ) from error
     return batch
