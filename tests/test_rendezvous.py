@@ -38,6 +38,19 @@ def test_nobody_takes_the_port_while_processes_start(monkeypatch: pytest.MonkeyP
     assert f"has taken port {store.port}" in str(error)
 
 
+def test_nodes_that_don_t_meet_are_told_how() -> None:
+    environment, soon = LightningEnvironment(), timedelta(seconds=1)
+    with pytest.raises(dist.DistStoreError) as missing:
+        dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=soon)
+    text = str(rendezvous.explain_connections(missing.value, environment, 2, soon))
+    assert "Start the script on each of the 2 nodes" in text
+    assert "GLOO" not in text
+    assert ".." not in text
+    error = dist.DistNetworkError("The client socket has timed out.")
+    text = str(rendezvous.explain_connections(error, environment, 2, soon))
+    assert "timed out. The first node's script has to run, MASTER_ADDR=127.0.0.1 to be" in text
+
+
 def test_who_is_waited_for_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
