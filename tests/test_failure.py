@@ -340,6 +340,13 @@ def test_a_forked_process_that_dies() -> None:
         assert f"[rank {rank}] Rank 1 (stage 1) failed: its process died" in screen
 
 
+def test_a_forked_process_that_is_killed_is_named_last() -> None:
+    """Also where the others are ended before they could tell."""
+    for rank in range(2):
+        last = screen_of(by_the_launcher("kill", rank, "fork")).strip().splitlines()[-1]
+        assert last.startswith(f"Rank {rank} (stage {rank}) failed: its process died"), last
+
+
 def test_a_forked_process_that_leaves_does_not_count_as_a_success() -> None:
     screen = screen_of(by_the_launcher("sysexit", 1, "fork"))
     assert "Rank 1 (stage 1) failed: SystemExit: 0" in screen

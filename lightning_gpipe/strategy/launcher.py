@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
 
 from lightning_gpipe.failure.deadlines import Deadlines
+from lightning_gpipe.failure.reason import DIED, Failure
 from lightning_gpipe.strategy import _lightning, advice, returning
 from lightning_gpipe.strategy.children import (
     STARTED_BY,
@@ -129,11 +130,19 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         except BaseException as error:
             self.has_lost_run = self.procs is not before and not self.has_fit
             if isinstance(error, ProcessException):
-                verdict = self._verdict.value.decode(errors="replace")
+                verdict = self._verdict.value.decode(errors="replace") or self._killed(error)
                 error.args = (f"{error.msg}\n\n{verdict}" if verdict else error.msg,)
             raise
         finally:
             self._verdict, self.has_saved = None, saving.has_saved
+
+    def _killed(self, error: ProcessException) -> str:
+        """Which process was killed, where the others were ended before they could tell."""
+        if getattr(error, "signal_name", None) is None:
+            return ""
+        strategy: Any = self._strategy
+        rank = strategy.node_rank * strategy.num_processes + error.error_index
+        return str(Failure(rank, rank % strategy.stages, DIED, "died"))
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
