@@ -118,6 +118,21 @@ def test_the_end_waits_for_a_connection_that_is_being_made(rounds: int) -> None:
     assert asyncio.run(tasks_left()) == set()
 
 
+def test_a_connection_that_can_t_be_accepted_at_once_is_later() -> None:
+    async def connect() -> None:
+        server = socket.create_server(("127.0.0.1", 0))
+        hub = Hub(server, "token", 1, 1, Deadlines(hello_s=0.1))
+        await hub.open()
+        hub._accept()  # nobody is there, as when a process may open no more files
+        reader, writer = await asyncio.open_connection(*server.getsockname())
+        assert await asyncio.wait_for(reader.read(), 10) == b"", "a stranger, who says nothing"
+        writer.close()
+        await writer.wait_closed()
+        await hub.close()
+
+    asyncio.run(connect())
+
+
 def test_the_port_is_bound_to_the_main_address_alone() -> None:
     listening = Listening("127.0.0.1")
     with pytest.raises(ConnectionRefusedError):
