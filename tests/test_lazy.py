@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -597,6 +598,75 @@ UNFILLED: dict[str, Callable[[Tensor], Any]] = {
     "of itself": lambda t: t.mul_(2),
     "of another": lambda t: t.copy_(torch.empty(4, 4)),
 }
+
+
+class Measured(models.Around):
+    """Metrics, and a layer with a table in a private attribute, built beside the layers."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "backbone"):
+            super().build()
+            self.backbone.append(Shifts())
+            self.mean, self.all = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+            self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.all.update(loss.detach())
+        self.log("mean", self.mean, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("last", self.all.compute()[-1])
+
+
+class Shifts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._shift, self._unused = torch.linspace(0, 1, models.WIDTH), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self._shift
+
+
+def measured(stages: int) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    strategy: Any = GPipeStrategy(2) if stages else "auto"
+    run = trainer(devices=max(stages, 1), max_epochs=1, strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*can't run on the meta device")
+        run.fit(Measured())
+    return dict(run.callback_metrics)
+
+
+def test_metrics_are_built_with_the_layers() -> None:
+    expected = run_ranks(measured, 1, 0)[0]
+    for found in (*run_ranks(measured, 1, 1), run_ranks(measured, 2, 2)[0]):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class MeasuredOnMeta(Measured):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.configure_model()
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+
+def fit_on_meta() -> None:
+    trainer(max_steps=1, strategy=GPipeStrategy(2)).fit(MeasuredOnMeta())
+
+
+def test_attributes_without_values_are_refused() -> None:
+    with pytest.raises(RankError, match=r"has an attribute on the meta device, '_\w+', which gets"):
+        run_ranks(fit_on_meta, 1)
 
 
 @pytest.mark.parametrize("name", [*FILLED, *UNFILLED])

@@ -23,6 +23,8 @@ from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.random_state import preserved
 
 _HOST = torch.device("cpu")
+#: Attributes of every module that hold its tensors and those inside.
+_OF_MODULES = "_parameters", "_buffers", "_modules"
 
 
 class Unbuilt(ValueError):
@@ -75,10 +77,11 @@ class LazyModule:
                 self._views.setdefault(part, {})[name] = view
             elif self._hook is None:
                 raise Unbuilt(f"the values of '{name}' of {type(part).__name__} can't be recorded")
-        for part in module.modules():
-            for name, value in part.__dict__.items():
-                if not name.startswith("_") and _holds_meta(value):
-                    part.__dict__[name] = tree_map(lambda leaf: self._real(leaf, device), value)
+        own = _ids_of(module)
+        for part, name in attributes_on_meta(module):
+            what = f"'{name}' of {type(part).__name__}"
+            real = partial(self._real, own, what, device)
+            part.__dict__[name] = tree_map(real, part.__dict__[name])
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -162,9 +165,17 @@ class LazyModule:
         """A tensor as it was built; a change of its type may have replaced it since."""
         return self._built.view(tensor) or self._views.get(part, {}).get(name)
 
-    def _real(self, leaf: Any, device: torch.device) -> Any:
-        view = self._built.view(leaf) if isinstance(leaf, Tensor) else None
-        return leaf if view is None else self._built.values([view])[0].to(device)
+    def _real(self, own: set[int], what: str, device: torch.device, leaf: Any) -> Any:
+        """What stands in an attribute, on a device; ``own``: parameters and buffers by ``id``."""
+        if not _is_on_meta(leaf) or id(leaf) in own:
+            return leaf
+        if isinstance(leaf, torch.device):  # that of a metric, for one
+            return device
+        view = self._built.view(leaf)
+        if view is None and leaf.numel():
+            raise Unbuilt(f"the values of {what} can't be recorded")
+        made = strides.empty_like(leaf, _HOST) if view is None else self._built.values([view])[0]
+        return made.to(device)
 
     def _initialized(
         self,
@@ -303,8 +314,26 @@ def _entries(part: nn.Module, name: str) -> dict[str, Any]:
     return part._parameters if name in part._parameters else part._buffers
 
 
-def _holds_meta(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter(value))
+def attributes_on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The attributes in which a module, or one inside, holds other tensors on the meta device."""
+    own = _ids_of(module)
+    return [
+        (part, name)
+        for part in module.modules()
+        for name, value in part.__dict__.items()
+        if name not in _OF_MODULES
+        and any(_is_on_meta(leaf) and id(leaf) not in own for leaf in tree_iter(value))
+    ]
+
+
+def _ids_of(module: nn.Module) -> set[int]:
+    """Its parameters and buffers."""
+    return {id(tensor) for part in module.modules() for _, tensor in own_tensors(part)}
+
+
+def _is_on_meta(leaf: Any) -> bool:
+    device = leaf.device if isinstance(leaf, Tensor) else leaf
+    return isinstance(device, torch.device) and device.type == "meta"
 
 
 def _unbuilt(part: nn.Module, name: str, prefix: str) -> str:

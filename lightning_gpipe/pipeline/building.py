@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.elsewhere import is_elsewhere
-from lightning_gpipe.model.lazy import LazyModule, children_first
+from lightning_gpipe.model.lazy import LazyModule, Unbuilt, attributes_on_meta, children_first
 from lightning_gpipe.model.parameters import Slot, slots_on_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.state.placement import Placement
@@ -174,3 +174,10 @@ class Building:
         self.lazy.check(children_first(self.module, without=self.body), "the module")
         for index, layer in enumerate(self.layers):
             self.lazy.check(children_first(layer), f"{self.backbone}.{index}")
+        if slots_on_meta(self.module.modules()) and (found := attributes_on_meta(self.module)):
+            part, name = found[0]
+            raise Unbuilt(
+                f"{type(part).__name__} has an attribute on the meta device, '{name}', which gets"
+                " no value, since it is no parameter or buffer (as states of metrics aren't): build"
+                " it outside torch.device('meta'), or the whole module in configure_model()."
+            )
