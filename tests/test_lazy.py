@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
@@ -647,6 +649,45 @@ def test_metrics_are_built_with_the_layers() -> None:
     expected = run_ranks(measured, 1, 0)[0]
     for found in (*run_ranks(measured, 1, 1), run_ranks(measured, 2, 2)[0]):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class WithPrior(Measured):
+    """A distribution, whose tensors stand in objects, and weights that an object knows, too."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "backbone"):
+            super().configure_model()
+            self.known = SimpleNamespace(weights=[self.backbone[0].weight])
+            if self.with_prior:
+                zeros = torch.zeros(models.WIDTH, dtype=torch.float64)
+                self.prior = Independent(Normal(zeros, zeros + 1), 1)
+
+    with_prior = True
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = super().loss(x, y)
+        return loss - self.prior.log_prob(y).mean() if self.with_prior else loss
+
+
+def with_prior(stages: int, has_prior: bool) -> tuple[float, list[str]]:
+    torch.manual_seed(4)
+    strategy: Any = GPipeStrategy(2) if stages else "auto"
+    run, module = trainer(devices=max(stages, 1), max_epochs=1, strategy=strategy), WithPrior()
+    module.with_prior = has_prior
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run.fit(module)
+    return float(run.callback_metrics["mean"]), [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("has_prior", [True, False])
+def test_what_hides_in_objects_is_built_on_the_host(has_prior: bool) -> None:
+    (found, told), (expected, _) = (
+        run_ranks(with_prior, max(stages, 1), stages, has_prior)[0] for stages in (2, 0)
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert any("tensors of 'prior' of WithPrior can't be" in text for text in told) == has_prior
+    assert any("can't run on the meta device" in text for text in told) == has_prior
 
 
 class MeasuredOnMeta(Measured):

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,13 +20,14 @@ from lightning_gpipe.model.elsewhere import is_elsewhere
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import own_tensors
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.places import OF_MODULES, attributes_of
 from lightning_gpipe.model.recording import Recording, View, written_by
 from lightning_gpipe.tensors import strides
 from lightning_gpipe.tensors.random_state import preserved
 
 _HOST = torch.device("cpu")
-#: Attributes of every module that hold its tensors and those inside.
-_OF_MODULES = "_parameters", "_buffers", "_modules"
+#: How far objects in objects are looked into, and at how many values.
+_DEPTH, _MANY = 3, 1 << 16
 
 
 class Unbuilt(ValueError):
@@ -82,6 +85,10 @@ class LazyModule:
             what = f"'{name}' of {type(part).__name__}"
             real = partial(self._real, own, what, device)
             part.__dict__[name] = tree_map(real, part.__dict__[name])
+        for part in module.modules():
+            for name, value in part.__dict__.items():
+                if not name.startswith("_") and _hides_meta(value, own):
+                    raise Unbuilt(f"tensors of '{name}' of {type(part).__name__} can't be recorded")
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -321,7 +328,7 @@ def attributes_on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
         (part, name)
         for part in module.modules()
         for name, value in part.__dict__.items()
-        if name not in _OF_MODULES
+        if name not in OF_MODULES
         and any(_is_on_meta(leaf) and id(leaf) not in own for leaf in tree_iter(value))
     ]
 
@@ -329,6 +336,20 @@ def attributes_on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
 def _ids_of(module: nn.Module) -> set[int]:
     """Its parameters and buffers."""
     return {id(tensor) for part in module.modules() for _, tensor in own_tensors(part)}
+
+
+def _hides_meta(value: Any, own: set[int]) -> bool:
+    """Whether objects in an attribute, such as a distribution, hold tensors on the meta device."""
+    leaves = islice(_in_objects(value, _DEPTH), _MANY)
+    return any(isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in own for leaf in leaves)
+
+
+def _in_objects(value: Any, depth: int) -> Iterator[Any]:
+    """What stands in an attribute, and in the objects there."""
+    for leaf in tree_iter(value):
+        yield leaf
+        if depth and not isinstance(leaf, (Tensor, nn.Module, type, ModuleType)):
+            yield from _in_objects([*(attributes_of(leaf) or {}).values()], depth - 1)
 
 
 def _is_on_meta(leaf: Any) -> bool:
