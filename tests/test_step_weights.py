@@ -59,6 +59,30 @@ class OnOneReplica(models.Language):
         return {"loss": loss, "weight": float(len(batch[0]))} if sampler.get("rank") else loss
 
 
+class OfFew(models.Language):
+    """The mini-batches of these numbers have nothing to predict: momentum moves weights on."""
+
+    numbers: set[int]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        mask = (tokens > 1).double() * (batch_idx not in self.numbers)
+        losses = functional.cross_entropy(self(tokens).mT, targets, reduction="none")
+        return {"loss": (losses * mask).sum() / mask.sum().clamp(min=1), "weight": mask.sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class LeavesOut(OfFew):
+    """Leaves these mini-batches out, whatever their losses are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = models.Language.loss(self, batch)
+        is_out = batch_idx in self.numbers
+        return {"loss": found * torch.nan, "weight": 0} if is_out else {"loss": found, "weight": 1}
+
+
 def fit(kind: str, stages: int, numbers: set[int], virtual: int = 1, replicas: int = 1) -> Any:
     """Train; with no stages by a plain Trainer."""
     options: dict[str, Any] = {}
@@ -78,6 +102,20 @@ def test_mini_batches_with_weights_and_without(stages: int) -> None:
     expected = fit("Weighted", 0, numbers)
     for found in run_ranks(fit, stages, "Weighted", stages, numbers):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_mini_batches_of_nothing(stages: int) -> None:
+    for numbers in {1}, {0, 1}, {2, 3}:
+        expected = fit("OfFew", 0, numbers)
+        for found in run_ranks(fit, stages, "OfFew", stages, numbers):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_mini_batches_that_do_not_count_change_nothing(stages: int) -> None:
+    found = run_ranks(fit, stages, "LeavesOut", stages, {0, 1, 2, 3})[0]
+    torch.testing.assert_close(found, LeavesOut().state_dict(), rtol=0, atol=0)
 
 
 def logged(stages: int) -> Any:

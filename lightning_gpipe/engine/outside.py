@@ -82,7 +82,9 @@ class Outside:
             self._check_origins(loss)
         roots, seeds = [], []
         seed = running.weighting.seed(m)
-        if seed:
+        # with the weight 0, a mean over nothing has gradients, of zeros, by which momentum moves
+        # weights; another loss shall not count, and may have any
+        if seed or not bool(loss.detach()):
             roots, seeds = [loss], [torch.full_like(loss, seed)]
         self._differentiates = True
         try:
