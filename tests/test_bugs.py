@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import prune
+from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
@@ -565,3 +567,60 @@ def test_norms_between_accumulated_batches_are_the_whole_models(stages: int, ste
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
     for _, norms in found[1:]:
         torch.testing.assert_close(norms, found[0][1], rtol=0, atol=0)
+
+
+@dataclass
+class Hidden:
+    """What goes from layer to layer."""
+
+    state: Tensor
+    total: Tensor
+
+
+register_dataclass(Hidden)
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        state = self.layer(hidden.state).tanh()
+        return Hidden(state, hidden.total + state.square().mean(1))
+
+
+class OfDataclasses(models.Module):
+    """What stood before the backbone was believed to stand behind it: its tensors weren't found."""
+
+    def build(self) -> None:
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.backbone = nn.Sequential(*(Adds() for _ in range(4)))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.backbone(Hidden(self.before(x), x.new_zeros(len(x))))
+        return (hidden.state - y).square().mean() + hidden.total.mean()
+
+
+class BeginsInPlace(models.Module):
+    """The package's own look at the input passed for a use of it behind the backbone."""
+
+    def build(self) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.backbone = nn.Sequential(nn.LeakyReLU(inplace=True), *layers)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.backbone(x * 1.0) - y).square().mean()
+
+
+def by_micro_batches(kind: type[models.Module], stages: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    strategy: Any = GPipeStrategy(chunks=2, step="micro-batch") if stages else "auto"
+    return train(kind(), max_steps=3, devices=max(stages, 1), strategy=strategy)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", [OfDataclasses, BeginsInPlace])
+def test_inputs_of_the_backbone_in_micro_batches(kind: type[models.Module], stages: int) -> None:
+    found = run_ranks(by_micro_batches, stages, kind, stages)[0]
+    torch.testing.assert_close(found, run_ranks(by_micro_batches, 1, kind, 0)[0])

@@ -201,7 +201,7 @@ class Quotient(models.Language):
         tokens, targets = batch
         losses = functional.cross_entropy(self(tokens).mT, targets, reduction="none")
         mask = tokens > 9
-        self.log("chosen", losses[mask].sum() / torch.clamp_min(mask.sum(), 1))
+        self.log("chosen", losses[mask].sum() / torch.clamp_min(mask.sum(), 6))
         return losses.mean()
 
 

@@ -244,6 +244,7 @@ class Validates(Classifier):
             "by number": lambda: errors.sum().div(int(mask.sum())),
             "halved": lambda: errors.sum() / 2,
             "of bounded": lambda: (errors * mask).sum() / mask.sum().clamp(min=6),
+            "of others": lambda: errors.sum() / (inputs > 1.9).sum().clamp(min=1),
             "explained": lambda: 1 - errors.sum() / ((inputs - inputs.mean(0)) ** 2).sum(),
             "by targets": lambda: (2 * errors).sum() / (targets * (inputs[:, 0] > 1)).sum(),
             "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
@@ -290,7 +291,9 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     assert "makes of all samples of each" in text
 
 
-@pytest.mark.parametrize("what", ["halved", "of bounded", "explained", "overlap", "by targets"])
+@pytest.mark.parametrize(
+    "what", ["halved", "of bounded", "of others", "explained", "overlap", "by targets"]
+)
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text
@@ -416,6 +419,9 @@ class Padded(Classifier):
         self.log("accuracy", (right * kept).sum() / kept.sum())
         self.log("root of it", ((right * kept).sum() / kept.sum()).sqrt())
         self.log("error", 1 - (right * kept).sum().div(int(kept.sum())))
+        few = kept & (right.cumsum(1) > 2)
+        self.log("of few", (right * few).sum() / few.sum().clamp(min=1))
+        self.log("of none", (right * few * 0).sum() / (few * 0).sum().clamp_min(1e-8))
         both, either = (found * expected).sum(0), (found | expected).sum(0)
         self.log("overlap", (both / either).mean())
         for i, (one, other) in enumerate(zip(both, either, strict=True)):

@@ -41,8 +41,12 @@ from lightning_gpipe.model.remote import NotHere, Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.schedule.actions import Action
-from lightning_gpipe.tensors.tree import Tree
+from lightning_gpipe.tensors.tree import Tree, tree_tensors
 
+NO_CALL = (
+    "The training step doesn't call the backbone, so there is nothing to run in stages. It is"
+    " called whole, or in a loop over it, `for layer in self.backbone`, not over its children()."
+)
 _NOT_ALWAYS = (
     "The step doesn't call the backbone for micro-batch {m}, but for other micro-batches or"
     " mini-batches: with step='micro-batch' it calls it once for each. Use"
@@ -216,9 +220,7 @@ class PerMicroBatch:
     def _run_without_backbone(self, running: Running) -> None:
         """Run steps that don't call the backbone."""
         if running.before_last is not None:
-            raise RuntimeError(
-                "The training step doesn't call the backbone, so there is nothing to run in stages."
-            )
+            raise RuntimeError(NO_CALL)
         for m in range(len(running.sizes)):
             self._run_step(running, m)
         if self._calls[running.kind] is not None:
@@ -266,8 +268,11 @@ class PerMicroBatch:
             given = Tree.of(outline_of(value), "The backbone's input")
             output, leaves = self._call(running, given, run_layer)
         watch.begin_outside()
-        self.trace.arrive(value, leaves, frozenset({self._groups.stages - 1}))
+        where = frozenset({self._groups.stages - 1})
+        self.trace.arrive(tree_tensors(value), leaves, where)
         self._seeds.behind_backbone(running.m)
+        if running.batch is not None:
+            self._overwrites.mark(running.batch, given)
         return output
 
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:
@@ -289,7 +294,6 @@ class PerMicroBatch:
         with self.outside.forwards:
             for stage in self._rank.stages if m in running.plan.chained else [self._anchor]:
                 self._rank.executor.do(Action(stage, "F", m), batch)
-        self._overwrites.mark(batch, given)
         if kept is not None:
             self.trace.keep(kept.tensors(given.tensors()))
         made = running.target.output(m) if groups.is_last else None

@@ -154,22 +154,21 @@ class StepTrace(TorchFunctionMode):
         finally:
             self.is_suspended = False
 
-    def arrive(self, given: Any, results: Sequence[Tensor], where: Where) -> None:
+    def arrive(self, given: list[Tensor], results: Sequence[Tensor], where: Where) -> None:
         """Go on behind the backbone.
 
         Args:
-            given: What it was given.
+            given: The tensors that it was given.
             results: The tensors that came out: remote ones where they aren't here.
             where: The stages that have them.
         """
         self.has_arrived = True
         self.made(BACKBONE, results, where)
         if self.follow is not None:
-            tensors = tensors_in(given)
-            self.follow(self, Ran(None, BACKBONE, (), {}, tensors, None, results, is_free=True))
+            self.follow(self, Ran(None, BACKBONE, (), {}, given, None, results, is_free=True))
         self._seed(self.micro_batch, self._calls)
         if self.uses is not None:
-            self.uses.before |= self.uses.of(tensors_in(given))
+            self.uses.before |= self.uses.of(given)
 
     def made(self, name: str, results: Sequence[Tensor], where: Where) -> None:
         """Number tensors that something else than a function has made.

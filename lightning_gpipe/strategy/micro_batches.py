@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gpipe.engine.kept import KeptInStep
+from lightning_gpipe.engine.per_micro_batch import NO_CALL
 from lightning_gpipe.engine.running import Outcome
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.remote import device_of
@@ -199,9 +200,7 @@ class MicroBatchSteps:
             with torch.no_grad():
                 return self.evaluate(step, "training without backward", batch, *rest)
         if self._probe(step, batch, *rest) is not NotImplemented:
-            raise RuntimeError(
-                "The training step doesn't call the backbone, so there is nothing to run in stages."
-            )
+            raise RuntimeError(NO_CALL)
         self.metrics.begin(is_first=not rest or rest[0] == 0)
         parts, sizes = split_batch(batch, self._pipeline.chunks, self._places[("training",)])
         self._look_for_constants(columns_of(batch))

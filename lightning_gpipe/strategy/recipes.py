@@ -86,12 +86,14 @@ class Other:
         is_sum: Whether it is a sum over samples.
         is_empty: Whether it is a sum over nothing, as of what a mask chooses.
         elements: Of how many a sum is; 0: it isn't known.
+        count: The sum that was clamped to 1 or less, as a count that something is divided by.
     """
 
     made: tuple[tuple[str, Tensor], ...]
     is_sum: bool = False
     is_empty: bool = False
     elements: int = 0
+    count: Tensor | None = None
     is_of_metrics = False
 
 
@@ -167,7 +169,8 @@ def _counted(values: Tensor, counts: Tensor) -> Tensor:
         return values[0]
     missing = [1] * (values.ndim - counts.ndim)
     counts = counts.view(len(counts), *missing, *counts.shape[1:])
-    if bool((values.isinf() & (counts == 0)).any()):  # the sum that nothing divides isn't known
+    # where nothing is counted there is 0, clamped, or NaN; else a sum that it isn't known of
+    if bool(((counts == 0) & (values != 0) & ~values.isnan()).any()):
         raise NoMean
     sums = torch.where(counts == 0, torch.zeros_like(values), values * counts)
     return sums.sum(0) / counts.sum(0)

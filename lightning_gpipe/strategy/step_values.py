@@ -58,6 +58,7 @@ _OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
 _OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _COPIES = {"clone", "detach"}
+_CLAMPS = {"clamp", "clamp_min", "clip"}
 #: What changes a scalar in place, and what gives the same.
 _IN_PLACE = {
     **dict.fromkeys(filter(writes, ADD), torch.add),
@@ -142,7 +143,10 @@ class StepValues:
             keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             elements = max(other.elements for other in others)
-            recipe: Recipe = quotient or Other(tuple(pairs), keeps, elements=elements)
+            count = (
+                trace.values.keep(given[0]) if is_whole and _is_clamped_count(ran, known) else None
+            )
+            recipe: Recipe = quotient or Other(tuple(pairs), keeps, elements=elements, count=count)
             for tensor in made:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
@@ -219,8 +223,11 @@ class StepValues:
             is_all = is_of_all(ran.result, self.samples)
             if not is_sum_by or not is_all or (is_number and ran.result.ndim):
                 return None
-        counts = divided is not None and (is_number or is_sum(by))
-        kept = divisor if is_number else trace.values.keep(divisor)
+        clamped = by.count if isinstance(by, Other) else None  # where it is 0, nothing is divided
+        counts = divided is not None and (is_number or is_sum(by) or clamped is not None)
+        kept: Tensor | float | None = clamped
+        if kept is None:
+            kept = divisor if is_number else trace.values.keep(divisor)
         if counts and is_number and isinstance(divided, Other) and divided.is_empty:
             kept = 0  # not 1, as of max(count, 1)
         elements = divided.elements if isinstance(divided, Other) else 0
@@ -322,6 +329,13 @@ def _text(what: str, functions: Sequence[str] | None) -> str | None:
         f"{what} is the mean over micro-batches of {why} give the scores to a metric of"
         " torchmetrics, or use GPipeStrategy(step='mini-batch')."
     )
+
+
+def _is_clamped_count(ran: Ran, known: Sequence[Recipe]) -> bool:
+    """Whether a function keeps a sum, if it is one of whole numbers, from being 0."""
+    least: Any = ran.args[1] if len(ran.args) > 1 else ran.kwargs.get("min")
+    is_clamp = ran.name in _CLAMPS and ran.kwargs.get("max") is None and len(ran.args) < 3
+    return is_clamp and type(least) in (int, float) and 0 < least <= 1 and all(map(is_sum, known))
 
 
 def _mean_made(trace: StepTrace, ran: Ran, made: Tensor, counts: bool) -> Mean | None:
