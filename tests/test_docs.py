@@ -45,7 +45,7 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     if any(STARTS.search(code) for _, code in pages.blocks(page)):
         command = [sys.executable, str(RUNNER), str(page), "--steps", str(STEPS)]
-        code, screen = scripts.run(command, 120, cwd=tmp_path)
+        code, screen = scripts.run(command, 240, cwd=tmp_path)
         assert code == 0, screen
         return
 
