@@ -165,13 +165,13 @@ def _stacked(values: Sequence[Any], device: torch.device) -> Tensor:
 
 def _counted(values: Tensor, counts: Tensor) -> Tensor:
     """The mean of means over so many: nothing counts where there was none."""
-    if not counts.any():
-        return values[0]
     missing = [1] * (values.ndim - counts.ndim)
     counts = counts.view(len(counts), *missing, *counts.shape[1:])
-    # where nothing is counted there is 0, clamped, or NaN; else a sum that it isn't known of
+    # where nothing is counted there is 0, of a clamped count, or NaN; else a sum that isn't known
     if bool(((counts == 0) & (values != 0) & ~values.isnan()).any()):
         raise NoMean
+    if not counts.any():
+        return values[0]
     sums = torch.where(counts == 0, torch.zeros_like(values), values * counts)
     return sums.sum(0) / counts.sum(0)
 
