@@ -246,6 +246,7 @@ class Validates(Classifier):
             "of bounded": lambda: (errors * mask).sum() / mask.sum().clamp(min=6),
             "of others": lambda: errors.sum() / (inputs > 1.9).sum().clamp(min=1),
             "of nothing": lambda: errors.sum() / (inputs > 99).sum().clamp(min=1),
+            "of fractions": lambda: errors.sum() / (inputs * 0 + 0.01).sum().clamp(min=1),
             "explained": lambda: 1 - errors.sum() / ((inputs - inputs.mean(0)) ** 2).sum(),
             "by targets": lambda: (2 * errors).sum() / (targets * (inputs[:, 0] > 1)).sum(),
             "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
@@ -294,7 +295,10 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["halved", "of bounded", "of others", "of nothing", "explained", "overlap", "by targets"],
+    [
+        *("halved", "of bounded", "of others", "of nothing", "of fractions"),
+        *("explained", "overlap", "by targets"),
+    ],
 )
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)

@@ -30,6 +30,7 @@ class Mean:
         counts: Whether the divisor is added up over micro-batches, as what is divided is.
         is_sure: Whether that is known; else it is so if the divisor is a whole number.
         elements: How many were added up to what is divided; 0: it isn't known.
+        is_clamped: Whether what was divided by is the divisor, but at least 1 or less.
     """
 
     value: Tensor
@@ -37,6 +38,7 @@ class Mean:
     counts: bool = False
     is_sure: bool = False
     elements: int = 0
+    is_clamped: bool = False
     is_of_metrics = False
 
 
@@ -131,7 +133,7 @@ def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
         is_whole = all(mean.is_sure for mean in means) or torch.equal(divisors, divisors.round())
         if all(mean.counts for mean in means) and is_whole:
             return _counted(_stacked(values, values[0].device), divisors).to(values[0].dtype)
-        if not _are_alike(divisors, weights):
+        if any(mean.is_clamped for mean in means) or not _are_alike(divisors, weights):
             raise NoMean
     mean: Tensor = weighted_mean(values, weights)
     return mean

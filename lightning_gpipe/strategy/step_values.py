@@ -231,7 +231,9 @@ class StepValues:
         if counts and is_number and isinstance(divided, Other) and divided.is_empty:
             kept = 0  # not 1, as of max(count, 1)
         elements = divided.elements if isinstance(divided, Other) else 0
-        return Mean(trace.values.keep(ran.result), kept, counts, elements=elements)
+        is_clamped = clamped is not None
+        value = trace.values.keep(ran.result)
+        return Mean(value, kept, counts, elements=elements, is_clamped=is_clamped)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
