@@ -118,7 +118,8 @@ class Aggregates:
                     number = self._made.of_mini_batch(given.recipes, own, what, adds)
                     if number is None:
                         number = merge(values, [sizes[m] for m in ms], own, what)
-                    given.run(number, *[sum(given.counts)] * bool(given.counts))
+                    weight = (sum(given.counts),) if given.counts else ()
+                    given.run(number, *weight)
             if given.is_forward:
                 yield given.metric, given.where
         self.clear()
