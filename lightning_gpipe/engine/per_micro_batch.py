@@ -36,7 +36,7 @@ from lightning_gpipe.engine.stopwatch import span
 from lightning_gpipe.engine.telling import agree_on_weights, share_weights, tell, tell_ahead
 from lightning_gpipe.engine.uncompiled import Uncompiled
 from lightning_gpipe.engine.weighting import Weighting
-from lightning_gpipe.model.loop import of_any_loop
+from lightning_gpipe.model.program import of_any_loop
 from lightning_gpipe.model.remote import NotHere, Where, outline_of
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.step_trace import StepTrace

@@ -25,7 +25,7 @@ from lightning_gpipe.engine.rank_plan import RankPlan
 from lightning_gpipe.engine.sides import BatchInput, BatchOutput
 from lightning_gpipe.engine.steering import Steering
 from lightning_gpipe.engine.stopwatch import span
-from lightning_gpipe.model.loop import is_loop
+from lightning_gpipe.model.program import is_loop
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.schedule.gpipe import fill_drain, forward_only

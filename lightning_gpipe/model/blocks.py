@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
-from lightning_gpipe.model.loop import Loop, WatchedPlace
+from lightning_gpipe.model.looks import Looks
+from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import Beside, Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.model.watched import WatchedPlace
 from lightning_gpipe.tensors.tree import tree_tensors
 
 #: Runs all blocks: called with the first one's value and how each is run.
@@ -91,10 +93,11 @@ class Blocks(Listening, nn.ModuleList):
 
         model.transformer.h = Blocks(model.transformer.h, as_tuple=True)
 
-    The model's code stays as it is, and so do the names of its parameters. Each block must get the
-    hidden state that the one before returned, and nobody else may use it: blocks that are skipped,
-    and hidden states that are read or changed between them, are an error. The first block gets it
-    as ``hidden_states``, or as the first of its arguments that is a tensor. What else the one
+    The model's code stays as it is, and so do the names of its parameters. Each block must get a
+    hidden state: what the one before returned, or what was made of it by functions that work sample
+    by sample, such as activations, dropout, residual sums and ``nn.LayerNorm``. Blocks that are
+    skipped, and hidden states that are used otherwise between them, are an error. The first block
+    gets it as ``hidden_states``, or as the first of its arguments that is a tensor. What else those
     before returned, in a tuple, can be an argument, too. Other arguments may
     differ from block to block. Those whose first dimension is the batch's are split into
     micro-batches; others, such as positions ``[1, length]``, go to every micro-batch whole.
@@ -149,6 +152,7 @@ class _Listener:
 
     def __init__(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
         self._run, self._as_written, self.is_alone = run, as_written, is_alone
+        self._looks = Looks(as_written)
         self._loop: Loop | None = None
         self._beside: int | None = None  # how many elements a block returns behind the first
         self._as_tuple = False
@@ -177,7 +181,11 @@ class _Listener:
             self._beside = max(len(returned) - 1, 0)
             self._as_tuple = len(returned) > 0
             self._unsplit = _unsplit(returned)
-        loop = self._loop if index and self._loop is not None else Loop.begin(args, kwargs)
+        loop = (
+            self._loop
+            if index and self._loop is not None
+            else Loop.begin(self._looks, args, kwargs)
+        )
         self._loop = loop
         loop.note(index, args, kwargs)
         loop.note_block(layers[index], self._places_of(index, layers[index]))
@@ -187,9 +195,13 @@ class _Listener:
             is_tuple = self._as_tuple if blocks.as_tuple is None else blocks.as_tuple
             return (promise, *beside) if is_tuple else promise
         self._loop = None
-        value, program = loop.end(self._unsplit)
+        value, program, promises = loop.end(self._unsplit)
         with not_capturing(layers[0], len(layers)):
             output = self._run(value, program.run)
+        if program.gives_more:
+            output, more = output
+            for promise, known in zip(promises, more, strict=True):
+                promise._promised.known = known
         return program.without(output, Unknown())
 
     def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:

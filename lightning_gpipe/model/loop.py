@@ -2,191 +2,35 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# As PyTorch's documentation imports it: no public name leads to it.
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_gpipe.model.places import Place, has_buffers, has_changed
-from lightning_gpipe.model.promise import CONDITION, Beside, Promise, Unknown
-from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.model.snapshot import Snapshot
+from lightning_gpipe.model.between import Function, Look, function_of
+from lightning_gpipe.model.looks import Looks, is_tensor, on_meta
+from lightning_gpipe.model.loop_notes import INPUT, Given, LoopNotes, Value
+from lightning_gpipe.model.program import LoopProgram
+from lightning_gpipe.model.promise import (
+    CONDITION,
+    Beside,
+    Promise,
+    Promised,
+    Unknown,
+    is_promise,
+    refusal,
+)
+from lightning_gpipe.model.watched import WatchedPlace
 from lightning_gpipe.tensors.tree import CONSTANTS
 
-
-class Entry(NamedTuple):
-    """An argument of a block: an element of what the one before returned, a tensor, a constant."""
-
-    tensor: int | None = None  # the number of a noted one
-    constant: Any = None
-    element: int | None = None
-
-
-_HIDDEN = Entry(element=0)
 _LATER = "in the pipeline all blocks run then."
-
-
-class BlockCall(NamedTuple):
-    """What a block is called with, without the tensors."""
-
-    spec: TreeSpec
-    entries: tuple[Entry, ...]
-
-    def arguments(self, before: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Any, Any]:
-        """The arguments.
-
-        Args:
-            before: The hidden state, and what else the block before returned.
-            tensors: The noted ones.
-        """
-        leaves = [
-            before[e.element]
-            if e.element is not None
-            else e.constant
-            if e.tensor is None
-            else tensors[e.tensor]
-            for e in self.entries
-        ]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs
-
-
-@dataclass(frozen=True, slots=True)
-class LoopProgram:
-    """What the blocks are called with, and what the model assumed of their outputs.
-
-    Args:
-        calls: A call per block.
-        reads: What the model's loop read of the hidden state: its shape, its type.
-        unsplit: Which elements of the last block's tuple can't be put together from micro-batches.
-        text: The program as text; travels with the values, since all stages must run the same.
-    """
-
-    calls: tuple[BlockCall, ...]
-    reads: tuple[str, ...]
-    unsplit: frozenset[int]
-    text: str
-
-    @classmethod
-    def of(
-        cls, calls: tuple[BlockCall, ...], reads: tuple[str, ...], unsplit: frozenset[int]
-    ) -> LoopProgram:
-        """The program of the calls that were noted."""
-        return cls(calls, reads, unsplit, _written(calls, reads, sorted(unsplit)))
-
-    @classmethod
-    @lru_cache(maxsize=256)
-    def read(cls, text: str) -> LoopProgram:
-        """The program that a text says."""
-        calls, reads, unsplit = pickle.loads(base64.b64decode(text))
-        return cls(calls, reads, frozenset(unsplit), text)
-
-    def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
-        """Run one block.
-
-        Args:
-            index: Its place.
-            block: The block, or what stands in for it.
-            value: What the block before returned, the extra arguments that are tensors, and the
-                text of the first stage's program.
-
-        Returns:
-            The next block's value, or the last one's output.
-        """
-        output, tensors, text = value
-        if text != self.text:
-            raise RuntimeError(
-                f"Block {index} is called with other arguments on this stage than on the first one:"
-                " the model must call its blocks alike on every rank."
-            )
-        before = output if isinstance(output, tuple) else (output,)
-        args, kwargs = self.calls[index].arguments(before, tensors)
-        output = block(*args, **kwargs)
-        if index == len(self.calls) - 1:
-            return self.without(output, None)
-        self._check(index, before[0], output[0] if isinstance(output, tuple) else output)
-        return output, tensors, text
-
-    def without(self, output: Any, instead: Any) -> Any:
-        """The last block's output with something instead of what can't be put together."""
-        if not self.unsplit or not isinstance(output, tuple):
-            return output
-        return tuple(instead if i in self.unsplit else one for i, one in enumerate(output))
-
-    def _check(self, index: int, hidden: Tensor, output: Tensor) -> None:
-        """Refuse a hidden state that is other than the model's loop was told."""
-        before, after = hidden.shape[1:], output.shape[1:]
-        if "shape" in self.reads and after != before:
-            what = f"shape {list(output.shape)}, not {[len(output), *before]}"
-        elif "dtype" in self.reads and output.dtype != hidden.dtype:
-            what = f"{output.dtype}, not {hidden.dtype}"
-        else:
-            return
-        raise RuntimeError(
-            f"Block {index} returned a hidden state of {what} as it was given, and the model read"
-            " this between two blocks, before it is known: read it before the first one or after"
-            " the last."
-        )
-
-
-def of_any_loop(run_layer: RunLayer) -> RunLayer:
-    """What runs layers, for several loops: of each the program is run that its values bring."""
-    return _run_as_told if is_loop(run_layer) else run_layer
-
-
-def is_loop(run_layer: RunLayer) -> bool:
-    """Whether what runs layers is the program of a loop."""
-    return isinstance(getattr(run_layer, "__self__", None), LoopProgram)
-
-
-def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:
-    return LoopProgram.read(value[2]).run(index, block, value)
-
-
-def _written(*program: Any) -> str:
-    """A program as text, the same for programs that are the same."""
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.fast = True  # the same whether or not two equal parts are one object
-    pickler.dump(program)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-@dataclass(slots=True)
-class WatchedPlace:
-    """A place that must be the same when a block is called and when the last one is.
-
-    Args:
-        place: The place.
-        snapshot: Of which names stand there; None: of none so far, or there are tensors.
-    """
-
-    place: Place
-    snapshot: Snapshot | None = None
-
-    def now(self) -> tuple[Snapshot | None, Any]:
-        """What stands there, for :meth:`has_changed`."""
-        snapshot = self.snapshot
-        values = snapshot.values() if snapshot is not None else None
-        if snapshot is None or has_buffers(self.place) or not snapshot.is_same(values):
-            self.snapshot = snapshot = Snapshot.without_values(self.place)
-            values = snapshot.values() if snapshot is not None else None
-        return (None, self.place.contents()) if values is None else (snapshot, values)
-
-    def has_changed(self, snapshot: Snapshot | None, before: Any) -> bool:
-        """Whether something else stands there than when :meth:`now` gave this."""
-        if snapshot is not None:
-            if snapshot.is_still(before) and not has_buffers(self.place):
-                return False
-            before = {name: (v, None) for name, v in zip(snapshot.names, before, strict=True)}
-        return has_changed(before, self.place.contents())
 
 
 @dataclass(slots=True)
@@ -195,29 +39,30 @@ class Loop:
 
     Args:
         hidden: What the first block is called with.
-        promise: What the block before has returned.
         modes: Of autograd and autocast, at the first call.
-        calls: The calls so far.
-        tensors: Their arguments that are tensors.
-        reads: What was read of promises.
+        looks: What blocks return.
     """
 
     hidden: Any
-    promise: Any
     modes: tuple[Any, ...]
-    calls: list[BlockCall] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    reads: set[str] = field(default_factory=set)
+    looks: Looks
+    _notes: LoopNotes = field(default_factory=LoopNotes)
+    _arguments: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)  # of calls
+    _promise: weakref.ref[Promise] | None = None  # of what the last one returns
+    _promises: list[weakref.ref[Promise]] = field(default_factory=list)
+    _tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
     _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     _places: list[list[tuple[WatchedPlace, Any, Any]]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
+    def begin(cls, looks: Looks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
         """A loop whose first block is called with these arguments."""
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         hidden = kwargs.get("hidden_states", next(tensors, None))
-        return cls(hidden, hidden, _modes(hidden))
+        loop = cls(hidden, _modes(hidden), looks)
+        loop._watch(hidden)
+        return loop
 
     def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the call of a block.
@@ -227,11 +72,10 @@ class Loop:
             TypeError: If an argument can't be sent.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        place = next((i for i, leaf in enumerate(leaves) if leaf is self.promise), None)
-        if index != len(self.calls):
+        if index != (due := len(self._notes.calls)):
             raise RuntimeError(
                 f"The step calls layer {index} of the backbone by itself, or out of order, where"
-                f" layer {len(self.calls)} would be next: they stand on several stages, so call"
+                f" layer {due} would be next: they stand on several stages, so call"
                 " them all, in order. What else a step needs of a layer, let the layer return"
                 f" beside its output, or make it a module outside the backbone. {CONDITION}"
             )
@@ -240,7 +84,8 @@ class Loop:
                 "The first block was called without a tensor as an argument by itself, which a loop"
                 f" hands on: a tuple goes through an nn.Sequential alone. {CONDITION}"
             )
-        if place is None:
+        main = self._main_of(leaves)
+        if main is None:
             raise RuntimeError(
                 f"Block {index} was not called with what the one before it returned. {CONDITION}"
             )
@@ -250,10 +95,10 @@ class Loop:
                 " and all run with one: call requires_grad_(False) on blocks to freeze them, and"
                 " choose Trainer(precision=...) for all of them."
             )
-        entries = [
-            _HIDDEN if i == place else self._entry(leaf, index) for i, leaf in enumerate(leaves)
-        ]
-        self.calls.append(BlockCall(spec, tuple(entries)))
+        given = tuple(self._given(leaf, index) for leaf in leaves)
+        self._notes.call(spec, given, main)
+        # promises would seem to be kept
+        self._arguments.append(([_promised_of(leaf) for leaf in leaves], spec))
 
     def note_block(self, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
         """Note with which attributes a block was called, and with what in other places.
@@ -267,14 +112,79 @@ class Loop:
 
     def next_promise(self) -> Promise:
         """What the block that was noted last returns."""
-        self.promise = promise = Promise.of(self.hidden, self.reads)
+        promise = self._promising(Value(len(self._notes.calls) - 1))
+        self._promise = self._promises[-1]
         return promise
 
-    def end(self, unsplit: frozenset[int]) -> tuple[Any, LoopProgram]:
+    def read(self, promised: Promised, what: str) -> Tensor:
+        """A tensor that has the shape or the type of a promise, as far as it can be known."""
+        value: Value = promised.value
+        is_cast = what == "dtype" and self.modes[1]  # of which a run without data doesn't tell
+        if value.operation is not None:
+            if is_cast:
+                raise refusal(Tensor.dtype)
+            return promised.look if promised.look is not None else self.hidden
+        look = promised.look
+        if look is None or is_cast:
+            block, _ = self._attributes[value.block]
+            leaves, spec = self._arguments[value.block]
+            looks = [self._look(leaf) for leaf in leaves]
+            main = looks[next(i for i, x in enumerate(leaves) if self._is_main(x, value.block))]
+            look = main if is_cast else self.looks.of(value.block, block, looks, spec, main)
+            promised.look = look
+        self._notes.expect(value.block, look, what == "dtype")
+        return look
+
+    def apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a function between two blocks.
+
+        Returns:
+            The promise of its result; the one that it was given, if it changes it in place.
+
+        Raises:
+            RuntimeError: If it may not stand there.
+        """
+        function = function_of(func, kwargs)
+        if function is None or _modes(self.hidden) != self.modes:
+            raise refusal(func)
+        if function.is_in_place and "inplace" in kwargs:
+            kwargs = {**kwargs, "inplace": False}
+        leaves, spec = tree_flatten((args, kwargs))
+        looks = [Look(x) if self._is_hidden(leaf) else leaf for leaf, x in self._looks(leaves)]
+        whole = function.whole(*tree_unflatten(looks, spec))
+        if whole is None:
+            raise refusal(func)
+        result = _on_meta(func, function, looks, spec)
+        if not result.ndim or result.shape[0] != self.hidden.shape[0]:
+            raise refusal(func)
+        given = tuple(self._given(leaf, len(self._notes.calls), whole) for leaf in leaves)
+        value = self._notes.operation(function.name, spec, given)
+        first = args[0] if args else None
+        if not function.is_in_place:
+            promise = self._promising(value, result)
+            if function.is_view:
+                promise._promised.is_shared = True
+                if is_promise(first):
+                    first._promised.is_shared = True
+            return promise
+        if not is_promise(first) or first._promised.is_shared:
+            raise refusal(func, " Write x = x + y for x += y.")
+        look = self._look(first._promised)
+        if (look.shape, look.dtype) != (result.shape, result.dtype):
+            raise refusal(func)
+        self._notes.change(first._promised.value)
+        first._promised.value, first._promised.look = value, result
+        return first
+
+    def end(self, unsplit: frozenset[int]) -> tuple[Any, LoopProgram, list[Promise]]:
         """The value of the first block, and what to do with it.
 
         Args:
             unsplit: See :class:`LoopProgram`.
+
+        Returns:
+            The value; the program; and the promises of what comes out beside the last block's
+            output.
 
         Raises:
             RuntimeError: If a block would meet something else than when it was called.
@@ -294,34 +204,104 @@ class Loop:
                     f" than when the last block was called, and {_LATER} Don't change it in the"
                     " loop after the block's call, or give it to the block as an argument."
                 )
-        program = LoopProgram.of(tuple(self.calls), tuple(sorted(self.reads)), unsplit)
-        return (self.hidden, self.tensors, program.text), program
+        promises = [p for ref in self._promises if (p := ref()) is not None]
+        for promise in promises:
+            promise._promised.recorder = None
+        found = {p._promised.value: p for p in promises}
+        wanted = self._notes.wanted(found)
+        whole = tuple(i for i, (_, is_whole) in enumerate(self._tensors) if is_whole)
+        program = LoopProgram.of(self._notes.compiled(wanted), whole, unsplit)
+        self._arguments.clear()  # which know the loop
+        tensors = [t.unsqueeze(0) if is_whole else t for t, is_whole in self._tensors]
+        return ((self.hidden,), tensors, program.text), program, [found[v] for v in wanted]
 
-    def _entry(self, leaf: Any, index: int) -> Entry:
-        """How an argument is noted: tensors once, whichever blocks they are for."""
-        if type(leaf) is Beside and leaf.block == index - 1:
-            return Entry(element=leaf.element)
-        if type(leaf) in (Beside, Unknown):
+    def _main_of(self, leaves: Sequence[Any]) -> Value | None:
+        """The value among the arguments that is the hidden state; None: there is none."""
+        if not self._notes.calls:
+            return INPUT if any(leaf is self.hidden for leaf in leaves) else None
+        promise = self._promise() if self._promise is not None else None
+        found = [leaf for leaf in leaves if is_promise(leaf)]
+        found.sort(key=lambda leaf: leaf is not promise)
+        return found[0]._promised.value if found else None
+
+    def _is_main(self, leaf: Any, block: int) -> bool:
+        """Whether what was kept of an argument is the hidden state that a block was given."""
+        if type(leaf) is Promised:
+            return bool(leaf.value == self._notes.mains[block])
+        return leaf is self.hidden and self._notes.mains[block] == INPUT
+
+    def _is_hidden(self, leaf: Any) -> bool:
+        return is_promise(leaf) or leaf is self.hidden
+
+    def _looks(self, leaves: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Leaves, with tensors on the meta device that look as they do."""
+        return [(leaf, self._look(_promised_of(leaf))) for leaf in leaves]
+
+    def _look(self, leaf: Any) -> Any:
+        """A tensor on the meta device that looks as one does; what is no tensor stays."""
+        if type(leaf) is Promised:
+            return leaf.look if leaf.look is not None else self.read(leaf, "shape")
+        return on_meta(leaf) if is_tensor(leaf) else leaf
+
+    def _promising(self, value: Value, look: Tensor | None = None) -> Promise:
+        promise = Promise.of(Promised(self, value, self.hidden.device, look))
+        self._promises.append(weakref.ref(promise))
+        return promise
+
+    def _watch(self, tensor: Any) -> None:
+        """Look at the end whether a tensor has been changed in place."""
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            self._versions.append((tensor, tensor._version))
+
+    def _given(self, leaf: Any, index: int, whole: set[int] | None = None) -> Given:
+        """How an argument is noted: tensors once, whichever blocks they are for.
+
+        Args:
+            leaf: It.
+            index: Of the block that is called, or will be.
+            whole: The ``id`` of tensors that are the same for all samples; None: it isn't known.
+        """
+        if type(leaf) is Beside:
+            return Given(value=Value(leaf.block, None, leaf.element))
+        if type(leaf) is Unknown:
             leaf.refuse()
-        if isinstance(leaf, Promise):
-            raise RuntimeError(
-                f"Block {index} was given the output of another block than the one before it, or"
-                f" that of this one twice: make it a module that takes it once. {CONDITION}"
-            )
+        if is_promise(leaf):
+            return Given(value=leaf._promised.value)
+        if leaf is self.hidden:
+            return Given(value=INPUT)
         if isinstance(leaf, Tensor):
-            for i, known in enumerate(self.tensors):
-                if known is leaf:
-                    return Entry(i)
-            self.tensors.append(leaf)
-            if not leaf.is_inference():
-                self._versions.append((leaf, leaf._version))
-            return Entry(len(self.tensors) - 1)
+            is_whole = whole is not None and id(leaf) in whole
+            for i, (known, is_known_whole) in enumerate(self._tensors):
+                if known is leaf and is_known_whole == is_whole:
+                    return Given(i)
+            self._tensors.append((leaf, is_whole))
+            self._watch(leaf)
+            return Given(len(self._tensors) - 1)
         if not isinstance(leaf, CONSTANTS):
             raise TypeError(
                 f"Block {index} was given a {type(leaf).__name__}, which can't be split into"
                 " micro-batches. For a cache of keys and values set use_cache=False."
             )
-        return Entry(None, leaf)
+        return Given(None, leaf)
+
+
+def _promised_of(leaf: Any) -> Any:
+    return leaf._promised if is_promise(leaf) else leaf
+
+
+def _on_meta(func: Any, function: Function, leaves: Sequence[Any], spec: TreeSpec) -> Tensor:
+    """What a function gives, without values."""
+    looks = [leaf.tensor if isinstance(leaf, Look) else leaf for leaf in leaves]
+    looks = [on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in looks]
+    args, kwargs = tree_unflatten(looks, spec)
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            result = function.run(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise refusal(func, f" ({error})") from error
+    if not isinstance(result, Tensor):
+        raise refusal(func)
+    return result
 
 
 def _constants_of(block: nn.Module) -> dict[str, Any]:

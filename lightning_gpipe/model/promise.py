@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 # As PyTorch's documentation imports it: no public name leads to it.
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 #: What a model must be like.
 CONDITION = (
     "Blocks are for models that call all of them in order, and hand the hidden state from one to"
-    " the next untouched, without torch.utils.checkpoint around them; build the backbone as an"
-    " nn.Sequential otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True). If"
+    " the next, without torch.utils.checkpoint around them; build the backbone as an nn.Sequential"
+    " otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True). If"
     " this list isn't the one to cut, such as that of embeddings or heads, name another:"
     " GPipeStrategy(backbone='...')."
 )
@@ -106,7 +108,7 @@ class Unknown:
         raise RuntimeError(
             "What a block returns beside its hidden state was used, which isn't known before the"
             " last block is called: such as the state of an LSTM, or a part of the loss. It can be"
-            " given to the next block, which may add to it and hand it on, and it is known from the"
+            " given to later blocks, which may add to it and hand it on, and it is known from the"
             f" last one. {CONDITION}"
         )
 
@@ -131,7 +133,7 @@ class Unknown:
 
 
 class Beside(Unknown):
-    """The same, of one block: the next one may be given it.
+    """The same, of one block: later ones may be given it.
 
     Args:
         block: Which block returns it.
@@ -144,51 +146,118 @@ class Beside(Unknown):
         self.block, self.element = block, element
 
 
-class Promise(Tensor):
-    """Stands for the output of a block until the last one is called; has no values.
+class Recorder(Protocol):
+    """Notes what a model does with hidden states that aren't known yet."""
 
-    Its shape and type are those that the first block is given, and what is read of them is noted.
+    def apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a function in place of running it; returns a promise of its result."""
+
+    def read(self, promised: Promised, what: str) -> Tensor:
+        """Note that the ``"shape"`` or ``"dtype"`` is read; returns a tensor that has it."""
+
+
+@dataclass(slots=True, eq=False)
+class Promised:
+    """What is known of a promise.
+
+    Args:
+        recorder: Notes what is done with it; None: the blocks have run.
+        value: What it stands for, as the recorder calls it.
+        device: Where it will be.
+        look: A tensor on the meta device that looks as it does; None: it isn't known yet.
+        is_shared: Whether another promise stands for the same memory.
+        known: What it stands for, as soon as the blocks have run, if it came out.
     """
 
-    _reads: set[str]
+    recorder: Recorder | None
+    value: Any
+    device: torch.device
+    look: Tensor | None = None
+    is_shared: bool = False
+    known: Any = None
+
+
+class Promise(Tensor):
+    """Stands for a hidden state until the last block is called; has no values.
+
+    What is done with it is noted, and what is read of it.
+    """
+
+    _promised: Promised
 
     @classmethod
-    def of(cls, hidden: Tensor, reads: set[str]) -> Promise:
-        """The promise of a hidden state.
-
-        Args:
-            hidden: What the first block is given.
-            reads: Filled with what is read of the promise.
-        """
-        if isinstance(hidden, FakeTensor):  # of which no other class can be made
-            with unset_fake_temporarily():
-                one = torch.empty((), dtype=hidden.dtype, device="cpu")
-                promise = one.expand(hidden.shape).as_subclass(cls)
-        else:
-            promise = hidden.detach().as_subclass(cls)
-        promise.__dict__["_reads"] = reads
+    def of(cls, promised: Promised) -> Promise:
+        """The promise of a hidden state."""
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            promise = torch.empty((), device="meta").as_subclass(cls)
+        promise.__dict__["_promised"] = promised
         return promise
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in _KNOWN:
+        args, kwargs = with_known((args, kwargs or {}))
+        promise = first_promise(args, kwargs)
+        if promise is None:
+            return func(*args, **kwargs)
+        promised = promise._promised
+        if promised.recorder is None:
             raise RuntimeError(
-                "The hidden state between two blocks was used, which isn't known before the last"
-                " one is called. Write what is done with it into a block, such as h + block(h), or"
-                " build the blocks as an nn.Sequential, through which a tuple can take what jumps"
-                " over some."
-                f" {CONDITION}"
+                f"{_named(func)} uses a hidden state of a block that isn't the last one, behind the"
+                " loop. Where the loop itself doesn't use it likewise that isn't foreseen: let the"
+                f" blocks hand it on in a tuple, {_IN_SEQUENCE}."
             )
-        args[0].__dict__["_reads"].add(_KNOWN[func])
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if func in _OF_DEVICE:
+            device = promised.device
+            return device if func == _DEVICE else device.type == "meta"
+        if func not in _KNOWN:
+            return promised.recorder.apply(func, args, kwargs)
+        look = promised.recorder.read(promised, _KNOWN[func])
+        return func(look, *args[1:], **kwargs)
 
+
+def with_known(value: Any) -> Any:
+    """The same with what is known by now in place of promises."""
+
+    def known(promise: Promise) -> Any:
+        found = promise._promised.known
+        return promise if found is None else found
+
+    return tree_map_only(Promise, known, value)
+
+
+def is_promise(value: object) -> TypeGuard[Promise]:
+    """Whether something is a promise; other stand-ins don't tell."""
+    return issubclass(type(value), Promise)
+
+
+def first_promise(*values: Any) -> Promise | None:
+    """The first promise among values."""
+    return next(filter(is_promise, tree_leaves(values)), None)
+
+
+def refusal(func: Any, because: str = "") -> RuntimeError:
+    """The error for what may not be done with a promise."""
+    return RuntimeError(
+        f"{_named(func)} uses the hidden state between two blocks, which isn't known before the"
+        " last one is called. Only what works sample by sample may stand there, such as"
+        " activations, dropout, sums, products, nn.LayerNorm, and others along dimensions that"
+        " aren't the batch's. Write the rest, such as batch norm, into a block, or build the blocks"
+        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} {CONDITION}"
+    )
+
+
+def _named(func: Any) -> str:
+    return f"'{getattr(func, '__name__', func)}'"
+
+
+_IN_SEQUENCE = "through which a tuple can take what jumps over some"
+_DEVICE = getattr(Tensor, "device").__get__  # noqa: B009
+_OF_DEVICE = {_DEVICE, getattr(Tensor, "is_meta").__get__}  # noqa: B009
 
 #: What may be asked of a promise, and what is read of the hidden state then.
 _KNOWN: dict[Any, str] = {
-    **{getattr(Tensor, name).__get__: "device" for name in ("device", "is_meta")},
     **{getattr(Tensor, name).__get__: "shape" for name in ("shape", "ndim")},
     Tensor.size: "shape",
     Tensor.dim: "shape",

@@ -27,10 +27,10 @@ from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.gradients.norm import ModelGradients
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.encoders import encode, encoders_of
-from lightning_gpipe.model.loop import is_loop
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import layers_of, outside_to
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.program import is_loop
 from lightning_gpipe.model.redirect import Redirections, not_alone
 from lightning_gpipe.model.structure import Structure
 from lightning_gpipe.pipeline.building import Building

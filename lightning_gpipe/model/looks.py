@@ -1,0 +1,93 @@
+"""What blocks return, by shape and type, before they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# As PyTorch's documentation imports it: no public name leads to it.
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
+from lightning_gpipe.model.promise import Unknown
+
+_REMEMBERED = 4096
+_OFTEN = 2  # inputs after which a block that has kept their shape and type is thought to do so
+
+
+class Looks:
+    """What blocks return for inputs of a shape, seen by running them without data.
+
+    Args:
+        as_written: Lets a block be called as if it were in no pipeline.
+    """
+
+    def __init__(self, as_written: Callable[..., AbstractContextManager[None]]) -> None:
+        self._as_written = as_written
+        self._known: dict[Hashable, Tensor | None] = {}
+        self._kept: Counter[int] = Counter()  # by the block: inputs whose look it has kept
+        self._others: set[int] = set()  # blocks that have changed one
+
+    def of(
+        self, index: int, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec, hidden: Tensor
+    ) -> Tensor:
+        """What a block returns, or the first of a tuple; as its input where that isn't known.
+
+        Args:
+            index: Its place.
+            block: The block.
+            leaves: Its arguments, with tensors on the meta device.
+            spec: Their structure.
+            hidden: The one of them that is its hidden state.
+
+        Returns:
+            A tensor on the meta device.
+        """
+        if self._kept[index] >= _OFTEN and index not in self._others:
+            return hidden
+        key = index, tuple(_look(leaf) for leaf in leaves)
+        if key not in self._known:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = found = self._run(block, leaves, spec)
+            if found is not None and _look(found) == _look(hidden):
+                self._kept[index] += 1
+            else:
+                self._others.add(index)
+        found = self._known[key]
+        return hidden if found is None else found
+
+    def _run(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Tensor | None:
+        """Run a block; None: it can't run without data, or returns something else."""
+        if any(issubclass(type(leaf), Unknown) for leaf in leaves):
+            return None
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        try:
+            with self._as_written(block), torch._C.DisableTorchFunction():
+                returned = run_on_meta(block, *args, **kwargs)
+        except (UntraceableLayer, TypeError):
+            return None
+        first = returned[0] if isinstance(returned, tuple) and returned else returned
+        return on_meta(first) if isinstance(first, Tensor) else None
+
+
+def is_tensor(value: object) -> bool:
+    """Whether something is a tensor; stand-ins don't tell."""
+    return issubclass(type(value), Tensor)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape and type of another one."""
+    shape, dtype = tensor.shape, tensor.dtype
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _look(leaf: Any) -> Hashable:
+    return (leaf.shape, leaf.dtype) if is_tensor(leaf) else repr(leaf)

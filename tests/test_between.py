@@ -1,0 +1,442 @@
+"""Loops over blocks that do something with the hidden state between two of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.model import between
+from tests import models
+from tests.models import WIDTH
+from tests.ranks import RankError, run_ranks
+from tests.training import train
+
+
+class Loop(models.Module):
+    """A residual loop."""
+
+    count = 5
+
+    def build(self) -> None:
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.block(i) for i in range(self.count))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for i, block in enumerate(self.blocks):
+            hidden = self.one(i, block, hidden)
+        return self.head(hidden)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return hidden + block(hidden)
+
+
+class Two(Loop):
+    count = 2
+
+
+class Activations(Loop):
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden) if i == self.count - 1 else F.leaky_relu(block(hidden), 0.1)
+
+
+class PreNorm(Loop):
+    """A norm that all share, and constants."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        residual = hidden
+        return (F.gelu(block(self.norm(hidden))) + residual) * 0.5
+
+
+class Norms(Loop):
+    """Norms in a list of their own, activations in place; as many samples as their width."""
+
+    samples = WIDTH
+
+    def build(self) -> None:
+        super().build()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.blocks)
+        self.activation, self.dropout = nn.ReLU(inplace=True), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            hidden = self.dropout(self.activation(norm(block(hidden))))
+        return self.head(hidden)
+
+
+class Gates(Loop):
+    """Parameters and buffers of the model; as many samples as they are long."""
+
+    samples = WIDTH
+
+    def build(self) -> None:
+        super().build()
+        self.gates = nn.ParameterList(torch.full((WIDTH,), 0.5) for _ in self.blocks)
+        self.register_buffer("scale", torch.arange(WIDTH) / WIDTH)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden) * self.gates[i].sigmoid() + hidden * self.scale
+
+
+class InPlace(Loop):
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        residual, hidden = hidden, block(hidden)
+        hidden += residual
+        return hidden.relu_()
+
+
+class First(Loop):
+    """Adds to each what the first was given, and what was made of the first's output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.before(x)
+        for i, block in enumerate(self.blocks):
+            hidden = torch.tanh(block(hidden)) + first
+            if i == 1:
+                middle = hidden.sigmoid()
+        return self.head(hidden * middle + first)
+
+
+class Collected(Loop):
+    """Uses all hidden states behind the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.before(x), []
+        for block in self.blocks:
+            hidden = F.silu(block(hidden))
+            found.append(hidden)
+        return self.head(torch.stack(found, 1).mean(1) + found[1])
+
+
+class Jumping(Loop):
+    """Hands hidden states to blocks further on, as a U-Net does."""
+
+    count = 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, kept = self.before(x), []
+        for i, block in enumerate(self.blocks):
+            hidden = torch.relu(block(hidden if i < 3 else hidden + kept.pop()))
+            if i < 3:
+                kept.append(hidden)
+        return self.head(hidden)
+
+
+class Widths(Loop):
+    """Blocks of several widths, and norms that go by them."""
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Linear((WIDTH, 9)[i % 2], (9, WIDTH)[i % 2])
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        hidden = block(hidden)
+        return F.layer_norm(hidden, hidden.shape[1:]) / hidden.size(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def build(self) -> None:
+        super().build()
+        self.head = nn.Linear(9, WIDTH)
+
+
+class Images(Loop):
+    """Other orders of dimensions."""
+
+    def build(self) -> None:
+        super().build()
+        self.channels = nn.Linear(1, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.channels(x.unsqueeze(-1))
+        for block in self.blocks:
+            made = block(hidden.transpose(1, 2)).transpose(1, 2)
+            hidden = self.norm(torch.where(made > 0, hidden + F.gelu(made), hidden))
+        return hidden.mean(2)
+
+
+class Masks(Loop):
+    """A mask for each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, hidden = (x > 0).to(x.dtype), self.before(x)
+        for block in self.blocks:
+            hidden = block(hidden).masked_fill(mask == 0, 0.0) + hidden * mask
+        return self.head(hidden)
+
+
+class Sequence(PreNorm):
+    """An ``nn.Sequential``."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks: Any = nn.Sequential(*self.blocks)
+
+
+class OverSamples(Loop):
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden) - hidden.mean(0, keepdim=True)
+
+
+class OverAll(Loop):
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden) * hidden.mean()
+
+
+class BatchNorm(Loop):
+    def build(self) -> None:
+        super().build()
+        self.norm: Any = nn.BatchNorm1d(WIDTH)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return self.norm(block(hidden))
+
+
+class Aligned(Loop):
+    """Would put samples beside the positions of others."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return (block(hidden) + hidden.unsqueeze(1)).mean(1)
+
+
+class Decides(Loop):
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        hidden = block(hidden)
+        return hidden if (hidden > 0).any() else hidden + 1
+
+
+class Writes(Loop):
+    """Adds to a tensor that is known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.before(x), torch.zeros_like(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            total += hidden
+        return total
+
+
+class OtherMode(Loop):
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        hidden = block(hidden)
+        with torch.no_grad():
+            return hidden * 2
+
+
+class ChangesInput(Loop):
+    """Changes what the first block was given after its call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.before(x) * 1
+        for i, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if not i:
+                first.mul_(2)
+        return self.head(hidden)
+
+
+class Handed(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden  # the memory that it is given
+
+
+class Shared(Loop):
+    """Changes in place what a block has handed through."""
+
+    def block(self, i: int) -> nn.Module:
+        return Handed(WIDTH, WIDTH) if i else super().block(i)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made = block(hidden)
+        return torch.relu_(made) + hidden if i else made
+
+
+class LastOnly(Loop):
+    """Uses behind the loop what the loop doesn't tell of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for i, block in enumerate(self.blocks):
+            given = hidden if i == self.count - 1 else None
+            hidden = block(hidden)
+        return self.head(hidden + given)
+
+
+WORK = (
+    *(Loop, Two, Activations, PreNorm, Norms, Gates, InPlace, First, Collected, Jumping),
+    *(Widths, Images, Masks, Sequence),
+)
+
+
+def trained(kinds: Any, stages: int, step: Any) -> dict[str, Any]:
+    found = {}
+    for kind in kinds:
+        torch.manual_seed(2)
+        strategy = GPipeStrategy(3, balance="params", step=step)
+        found[kind.__name__] = train(kind(), max_steps=4, devices=stages, strategy=strategy)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    found = {}
+    for kind in WORK:
+        torch.manual_seed(2)
+        found[kind.__name__] = train(kind(), max_steps=4)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "step"),
+    [(1, "micro-batch"), (2, "mini-batch"), (2, "micro-batch"), (4, "mini-batch")],
+)
+def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain: Any) -> None:
+    kinds = [kind for kind in WORK if kind.count >= stages]
+    for found in run_ranks(trained, stages, kinds, stages, step)[:1]:
+        for name, state in found.items():
+            torch.testing.assert_close(
+                state, plain[name], atol=1e-10, rtol=0, msg=f"{name}: {{}}".format
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OverSamples, "'mean' uses the hidden state between two blocks"),
+        (OverAll, "'mean' uses the hidden state between two blocks"),
+        (BatchNorm, "'(batch_norm|numel)' uses the hidden state between two blocks"),
+        (Aligned, "'add' uses the hidden state between two blocks"),
+        (Decides, "'any' uses the hidden state between two blocks"),
+        (Writes, "'add_' uses the hidden state .* Write x = x \\+ y for x \\+= y"),
+        (OtherMode, "'mul' uses the hidden state between two blocks"),
+        (Shared, "changes in place what block 1 has returned, which shares memory"),
+        (ChangesInput, "A tensor that a block was called with was changed in place"),
+        (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
+    ],
+)
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_what_could_not_be_right_is_refused(kind: Any, message: str, step: Any) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        trained([kind], 1, step)
+
+
+def test_it_is_refused_on_several_stages() -> None:
+    with pytest.raises(RankError, match="'mean' uses the hidden state between two blocks"):
+        run_ranks(trained, 2, [OverSamples], 2, "mini-batch")
+
+
+SHAPE = 4, 3, 6
+
+#: Arguments of functions that need more than a hidden state; ``...`` stands for one.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("addcdiv", "addcmul"), (..., ..., ...)),
+    **dict.fromkeys(("clamp", "clip"), (..., -0.5, 0.5)),
+    **dict.fromkeys(("clamp_max", "clamp_min"), (..., 0.1)),
+    **dict.fromkeys(("alpha_dropout", "dropout"), (..., 0.5, False)),
+    **dict.fromkeys(("softmax", "log_softmax", "mean", "sum", "unsqueeze"), (..., -1)),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (..., SHAPE[1:])),
+    "cat": ((..., ...), 1),
+    "flatten": (..., 1),
+    "group_norm": (..., 3),
+    "lerp": (..., ..., 0.3),
+    "linear": (..., torch.ones(2, 6).double()),
+    "masked_fill": (..., torch.arange(72).reshape(SHAPE) > 30, 0.0),
+    "matmul": (..., torch.ones(6, 2).double()),
+    "permute": (..., (0, 2, 1)),
+    "stack": ((..., ...), 2),
+    "Tensor.where": (..., torch.arange(72).reshape(SHAPE) > 30, ...),
+    "threshold": (..., 0.1, 0.0),
+    "transpose": (..., 1, 2),
+    "where": (torch.arange(72).reshape(SHAPE) > 30, ..., ...),
+}
+_BINARY = {
+    *("add", "div", "divide", "eq", "ge", "gt", "le", "lt", "maximum", "minimum", "mul", "ne"),
+    *("multiply", "pow", "rsub", "sub", "subtract", "true_divide"),
+    *("__rsub__", "__rdiv__", "__rpow__", "__rtruediv__"),
+}
+
+
+@pytest.mark.parametrize("function", between._NAMED.values(), ids=lambda function: function.name)
+def test_a_function_gives_of_a_sample_what_it_gives_of_a_batch(function: Any) -> None:
+    """Each that may stand between two blocks."""
+    name = function.name.rpartition(".")[2]
+    given = ARGUMENTS.get(function.name) or ARGUMENTS.get(
+        name, (..., ...) if name in _BINARY else (...,)
+    )
+    torch.manual_seed(0)
+    hidden = [torch.rand(SHAPE, dtype=torch.double) for _ in range(3)]
+
+    def filled(samples: slice, look: bool = False) -> Any:
+        tensors = iter(hidden)
+
+        def one(argument: Any) -> Any:
+            if argument is ...:
+                tensor = next(tensors)[samples]
+                return between.Look(tensor) if look else tensor
+            is_each = isinstance(argument, Tensor) and argument.shape == SHAPE
+            return argument[samples] if is_each else argument
+
+        return [tuple(map(one, a)) if isinstance(a, tuple) else one(a) for a in given]
+
+    whole = function.whole(filled(slice(None), look=True), {})
+    assert whole is not None
+    made = function.run(*filled(slice(None)))
+    parts = [function.run(*filled(slice(i, i + 1))) for i in range(SHAPE[0])]
+    torch.testing.assert_close(torch.cat(parts), made)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("Tensor.mean", (...,)),
+        ("Tensor.mean", (..., 0)),
+        ("Tensor.sum", (..., (0, 1))),
+        ("Tensor.sum", (..., -3)),
+        ("torch.softmax", (..., 0)),
+        ("torch.cat", ((..., ...),)),
+        ("torch.cat", ((..., ...), -3)),
+        ("torch.stack", ((..., ...), 0)),
+        ("torch.stack", ((..., ...), -4)),
+        ("Tensor.transpose", (..., 0, 1)),
+        ("Tensor.transpose", (..., 2, -3)),
+        ("Tensor.permute", (..., 1, 0, 2)),
+        ("Tensor.flatten", (...,)),
+        ("Tensor.unsqueeze", (..., 0)),
+        ("Tensor.unsqueeze", (..., -4)),
+        ("functional.normalize", (..., 2.0, 0)),
+        ("functional.glu", (..., 0)),
+        ("functional.layer_norm", (..., SHAPE)),
+        ("functional.linear", (torch.ones(2, 6), ...)),
+        ("Tensor.matmul", (..., ...)),
+        ("Tensor.matmul", (..., torch.ones(SHAPE[0], 6, 6))),
+        ("Tensor.add", (..., torch.ones(2, *SHAPE))),
+    ],
+)
+def test_what_mixes_samples_is_known(name: str, arguments: Any) -> None:
+    look = between.Look(torch.empty(SHAPE, device="meta"))
+    given = copy.copy(arguments)
+    given = [
+        tuple(look if one is ... else one for one in a)
+        if isinstance(a, tuple) and ... in a
+        else look
+        if a is ...
+        else a
+        for a in given
+    ]
+    assert between._NAMED[name].whole(given, {}) is None
