@@ -189,6 +189,75 @@ class Sequence(PreNorm):
         self.blocks: Any = nn.Sequential(*self.blocks)
 
 
+class Parts(Loop):
+    """Calls the parts of blocks that can't be called."""
+
+    def block(self, i: int) -> nn.Module:
+        tail = nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH))
+        return nn.ModuleList([nn.Linear(WIDTH, WIDTH), tail])
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        first, second = block
+        assert len(block) == 2
+        hidden = first(hidden).tanh() + hidden
+        return second(self.norm(hidden)) + hidden
+
+
+class TwoParts(Parts):
+    count = 2
+
+
+class NamedParts(Parts):
+    """One of them beside another, and one that is called twice."""
+
+    def block(self, i: int) -> nn.Module:
+        names = ("near", "far", "again")
+        return nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        assert list(block) == [name for name, _ in block.items()] and "far" in block
+        made = block["near"](hidden) + block["far"](hidden).relu()
+        return hidden + block["again"](torch.tanh(block["again"](made)))
+
+
+class NestedParts(Parts):
+    """Parts of parts, and tuples that they return."""
+
+    def block(self, i: int) -> nn.Module:
+        norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        return nn.ModuleList([nn.GRU(1, 4, batch_first=True), nn.Linear(4, 1), norms])
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        recurrent, linear, (before, after) = block
+        made, _ = recurrent(before(hidden).unsqueeze(-1))
+        return hidden + after(linear(made).flatten(1))
+
+
+class CollectedParts(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.before(x), []
+        for i, block in enumerate(self.blocks):
+            hidden = self.one(i, block, hidden)
+            found.append(hidden)
+        return self.head(sum(found))
+
+
+class OtherParts(Parts):
+    """Leaves out a part once."""
+
+    left_out = 3
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        hidden = block[0](hidden)
+        return hidden if i == self.left_out else block[1](hidden)
+
+
+class FewerParts(OtherParts):
+    """Leaves out the last one's."""
+
+    left_out = 4
+
+
 class OverSamples(Loop):
     def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
         return block(hidden) - hidden.mean(0, keepdim=True)
@@ -280,7 +349,7 @@ class LastOnly(Loop):
 
 WORK = (
     *(Loop, Two, Activations, PreNorm, Norms, Gates, InPlace, First, Collected, Jumping),
-    *(Widths, Images, Masks, Sequence),
+    *(Widths, Images, Masks, Sequence, Parts, TwoParts, NamedParts, NestedParts, CollectedParts),
 )
 
 
@@ -327,6 +396,8 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (OtherMode, "'mul' uses the hidden state between two blocks"),
         (Shared, "changes in place what block 1 has returned, which shares memory"),
         (ChangesInput, "A tensor that a block was called with was changed in place"),
+        (OtherParts, "The loop calls '1' of block 4 otherwise than the parts of the block before"),
+        (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
 )

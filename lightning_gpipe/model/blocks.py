@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import NoneType
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import Beside, Unknown, stand_in
+from lightning_gpipe.model.promise import CONDITION, Beside, StandIn, Unknown, stand_in
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.watched import WatchedPlace
 from lightning_gpipe.tensors.tree import tree_tensors
@@ -79,10 +80,7 @@ class Listening(nn.Module):
         return False
 
     def _stand_ins(self, listener: _Listener) -> list[Any]:
-        return [
-            stand_in(layer, partial(listener.hear, self, i))
-            for i, layer in enumerate(layers_of(self))
-        ]
+        return [listener.stand_in(self, i, "", layer) for i, layer in enumerate(layers_of(self))]
 
 
 class Blocks(Listening, nn.ModuleList):
@@ -95,7 +93,8 @@ class Blocks(Listening, nn.ModuleList):
 
     The model's code stays as it is, and so do the names of its parameters. Each block must get a
     hidden state: what the one before returned, or what was made of it by functions that work sample
-    by sample, such as activations, dropout, residual sums and ``nn.LayerNorm``. Blocks that are
+    by sample, such as activations, dropout, residual sums and ``nn.LayerNorm``. A block may be an
+    ``nn.ModuleList`` or ``nn.ModuleDict``, whose modules the model calls. Blocks that are
     skipped, and hidden states that are used otherwise between them, are an error. The first block
     gets it as ``hidden_states``, or as the first of its arguments that is a tensor. What else those
     before returned, in a tuple, can be an argument, too. Other arguments may
@@ -154,20 +153,43 @@ class _Listener:
         self._run, self._as_written, self.is_alone = run, as_written, is_alone
         self._looks = Looks(as_written)
         self._loop: Loop | None = None
-        self._beside: int | None = None  # how many elements a block returns behind the first
-        self._as_tuple = False
-        self._unsplit = frozenset[int]()
+        self._returns: dict[str, _Returns] = {}  # by the part
         self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoneType, ()
 
-    def hear(self, blocks: Listening, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def stand_in(self, blocks: Listening, index: int, part: str, module: Any) -> StandIn:
+        """What a loop meets in place of a block, or of a part of one.
+
+        Args:
+            blocks: All of them.
+            index: The block.
+            part: The part's dotted name in it; empty: the block itself.
+            module: It.
+        """
+
+        def of_part(name: str, inner: Any) -> StandIn:
+            return self.stand_in(blocks, index, f"{part}.{name}".lstrip("."), inner)
+
+        return stand_in(module, partial(self.hear, blocks, index, part, module), of_part)
+
+    def hear(
+        self,
+        blocks: Listening,
+        index: int,
+        part: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> Any:
         """Note the call of a block; the last one runs them all. Collective over the pipeline then.
 
         Args:
             blocks: All of them.
             index: The block.
+            part: The part of it that is called; empty: the block itself.
+            module: What is called.
             args: What it is called with.
             kwargs: The same.
 
@@ -175,34 +197,45 @@ class _Listener:
             A promise; from the last block its output.
         """
         layers = layers_of(blocks)
-        if index == 0 and self._beside is None and blocks.as_tuple is not False:
-            with self._as_written(layers[0]):
-                returned = _returned(layers[0], args, kwargs)
-            self._beside = max(len(returned) - 1, 0)
-            self._as_tuple = len(returned) > 0
-            self._unsplit = _unsplit(returned)
-        loop = (
-            self._loop
-            if index and self._loop is not None
-            else Loop.begin(self._looks, args, kwargs)
-        )
+        loop, named = self._loop, [name for name, _ in layers[index].named_children()]
+        if loop is None or (index == 0 and loop.begins(part, args, kwargs)):
+            loop = Loop.begin(self._looks, args, kwargs)
         self._loop = loop
-        loop.note(index, args, kwargs)
-        loop.note_block(layers[index], self._places_of(index, layers[index]))
-        if index < len(layers) - 1:
-            promise = loop.next_promise()
-            beside = (Beside(index, i + 1) for i in range(self._beside or 0))
-            is_tuple = self._as_tuple if blocks.as_tuple is None else blocks.as_tuple
+        if part and not loop.notes.is_due(part, index, named):
+            raise RuntimeError(
+                f"The loop calls '{part}' of block {index} otherwise than the parts of the block"
+                f" before: call the same of each, in the same order. {CONDITION}"
+            )
+        if part not in self._returns:
+            is_told = not part and blocks.as_tuple is False
+            self._returns[part] = (
+                _Returns() if is_told else self._returned(loop, module, args, kwargs)
+            )
+        returns = self._returns[part]
+        value = loop.note(index, part, args, kwargs)
+        if not loop.has_noted(index):
+            loop.note_block(layers[index], self._places_of(index, layers[index]))
+        if not loop.notes.is_complete(len(layers), named):
+            promise = loop.promise(value, module)
+            beside = (Beside(value._replace(element=i + 1)) for i in range(returns.beside))
+            is_told = not part and blocks.as_tuple is not None
+            is_tuple = blocks.as_tuple if is_told else returns.is_tuple
             return (promise, *beside) if is_tuple else promise
         self._loop = None
-        value, program, promises = loop.end(self._unsplit)
+        given, program, promises = loop.end(returns.unsplit)
         with not_capturing(layers[0], len(layers)):
-            output = self._run(value, program.run)
+            output = self._run(given, program.run)
         if program.gives_more:
             output, more = output
             for promise, known in zip(promises, more, strict=True):
                 promise._promised.known = known
         return program.without(output, Unknown())
+
+    def _returned(self, loop: Loop, module: nn.Module, args: Any, kwargs: Any) -> _Returns:
+        """What a block returns, by a run without data."""
+        with self._as_written(module):
+            returned = _returned(module, *loop.on_meta(args, kwargs))
+        return _Returns(max(len(returned) - 1, 0), len(returned) > 0, _unsplit(returned))
 
     def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -210,6 +243,21 @@ class _Listener:
             found = places_of(block)
             self._places[index] = [WatchedPlace(p) for p in found if p.value is not block]
         return self._places[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _Returns:
+    """What a block returns.
+
+    Args:
+        beside: How many elements behind the first.
+        is_tuple: Whether it is a tuple.
+        unsplit: Which elements have the batch elsewhere than in dimension 0.
+    """
+
+    beside: int = 0
+    is_tuple: bool = False
+    unsplit: frozenset[int] = frozenset()
 
 
 def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:

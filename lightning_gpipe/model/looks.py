@@ -31,16 +31,21 @@ class Looks:
     def __init__(self, as_written: Callable[..., AbstractContextManager[None]]) -> None:
         self._as_written = as_written
         self._known: dict[Hashable, Tensor | None] = {}
-        self._kept: Counter[int] = Counter()  # by the block: inputs whose look it has kept
-        self._others: set[int] = set()  # blocks that have changed one
+        self._kept: Counter[Hashable] = Counter()  # by the block: inputs whose look it has kept
+        self._others: set[Hashable] = set()  # blocks that have changed one
 
     def of(
-        self, index: int, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec, hidden: Tensor
+        self,
+        place: Hashable,
+        block: nn.Module,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        hidden: Tensor,
     ) -> Tensor:
         """What a block returns, or the first of a tuple; as its input where that isn't known.
 
         Args:
-            index: Its place.
+            place: Tells blocks apart.
             block: The block.
             leaves: Its arguments, with tensors on the meta device.
             spec: Their structure.
@@ -49,17 +54,17 @@ class Looks:
         Returns:
             A tensor on the meta device.
         """
-        if self._kept[index] >= _OFTEN and index not in self._others:
+        if self._kept[place] >= _OFTEN and place not in self._others:
             return hidden
-        key = index, tuple(_look(leaf) for leaf in leaves)
+        key = place, tuple(_look(leaf) for leaf in leaves)
         if key not in self._known:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[key] = found = self._run(block, leaves, spec)
             if found is not None and _look(found) == _look(hidden):
-                self._kept[index] += 1
+                self._kept[place] += 1
             else:
-                self._others.add(index)
+                self._others.add(place)
         found = self._known[key]
         return hidden if found is None else found
 

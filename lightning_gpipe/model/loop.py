@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import Function, Look, function_of
 from lightning_gpipe.model.looks import Looks, is_tensor, on_meta
@@ -41,13 +41,16 @@ class Loop:
         hidden: What the first block is called with.
         modes: Of autograd and autocast, at the first call.
         looks: What blocks return.
+        notes: What is called.
     """
 
     hidden: Any
     modes: tuple[Any, ...]
     looks: Looks
-    _notes: LoopNotes = field(default_factory=LoopNotes)
-    _arguments: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)  # of calls
+    notes: LoopNotes = field(default_factory=LoopNotes)
+    # of calls of blocks and parts: what with, and the hidden state among that; and which module's
+    _arguments: dict[Value, tuple[list[Any], TreeSpec, Value]] = field(default_factory=dict)
+    _modules: dict[Value, nn.Module] = field(default_factory=dict)
     _promise: weakref.ref[Promise] | None = None  # of what the last one returns
     _promises: list[weakref.ref[Promise]] = field(default_factory=list)
     _tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
@@ -64,15 +67,20 @@ class Loop:
         loop._watch(hidden)
         return loop
 
-    def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the call of a block.
+    def begins(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the first block, or of a part of it, begins another pass."""
+        is_again = len(self.notes.parts) != 1 or part in self.notes.parts[0]
+        return is_again and not any(map(is_promise, tree_leaves((args, kwargs))))
+
+    def note(self, index: int, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+        """Note the call of a block, or of a part of one; returns what it makes.
 
         Raises:
             RuntimeError: If it isn't called with what the one before it returned.
             TypeError: If an argument can't be sent.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        if index != (due := len(self._notes.calls)):
+        if index != (due := len(self.notes.parts)) and (not part or index != due - 1):
             raise RuntimeError(
                 f"The step calls layer {index} of the backbone by itself, or out of order, where"
                 f" layer {due} would be next: they stand on several stages, so call"
@@ -96,9 +104,14 @@ class Loop:
                 " choose Trainer(precision=...) for all of them."
             )
         given = tuple(self._given(leaf, index) for leaf in leaves)
-        self._notes.call(spec, given, main)
+        value = self.notes.call(index, part, spec, given, main)
         # promises would seem to be kept
-        self._arguments.append(([_promised_of(leaf) for leaf in leaves], spec))
+        self._arguments[value] = [_promised_of(leaf) for leaf in leaves], spec, main
+        return value
+
+    def has_noted(self, block: int) -> bool:
+        """Whether :meth:`note_block` was called for a block."""
+        return len(self._attributes) > block
 
     def note_block(self, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
         """Note with which attributes a block was called, and with what in other places.
@@ -110,29 +123,42 @@ class Loop:
         self._attributes.append((block, _constants_of(block)))
         self._places.append([(place, *place.now()) for place in places])
 
-    def next_promise(self) -> Promise:
-        """What the block that was noted last returns."""
-        promise = self._promising(Value(len(self._notes.calls) - 1))
+    def promise(self, value: Value, module: nn.Module) -> Promise:
+        """What a block returns that was noted last, or a part of one.
+
+        Args:
+            value: What it stands for.
+            module: The block, or the part.
+        """
+        promise = self._promising(value)
         self._promise = self._promises[-1]
+        self._modules[value] = module
         return promise
+
+    def on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments with tensors on the meta device in place of promises."""
+        leaves, spec = tree_flatten((args, kwargs))
+        looks = [self._look(leaf._promised) if is_promise(leaf) else leaf for leaf in leaves]
+        found_args, found_kwargs = tree_unflatten(looks, spec)
+        return found_args, found_kwargs
 
     def read(self, promised: Promised, what: str) -> Tensor:
         """A tensor that has the shape or the type of a promise, as far as it can be known."""
         value: Value = promised.value
         is_cast = what == "dtype" and self.modes[1]  # of which a run without data doesn't tell
-        if value.operation is not None:
+        if value not in self._modules:  # a function's
             if is_cast:
                 raise refusal(Tensor.dtype)
             return promised.look if promised.look is not None else self.hidden
         look = promised.look
         if look is None or is_cast:
-            block, _ = self._attributes[value.block]
-            leaves, spec = self._arguments[value.block]
+            leaves, spec, main = self._arguments[value]
             looks = [self._look(leaf) for leaf in leaves]
-            main = looks[next(i for i, x in enumerate(leaves) if self._is_main(x, value.block))]
-            look = main if is_cast else self.looks.of(value.block, block, looks, spec, main)
+            hidden = looks[next(i for i, leaf in enumerate(leaves) if self._stands_for(leaf, main))]
+            module = self._modules[value]
+            look = hidden if is_cast else self.looks.of(value, module, looks, spec, hidden)
             promised.look = look
-        self._notes.expect(value.block, look, what == "dtype")
+        self.notes.expect(value, look, what == "dtype")
         return look
 
     def apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,8 +183,8 @@ class Loop:
         result = _on_meta(func, function, looks, spec)
         if not result.ndim or result.shape[0] != self.hidden.shape[0]:
             raise refusal(func)
-        given = tuple(self._given(leaf, len(self._notes.calls), whole) for leaf in leaves)
-        value = self._notes.operation(function.name, spec, given)
+        given = tuple(self._given(leaf, len(self.notes.parts), whole) for leaf in leaves)
+        value = self.notes.function(function.name, spec, given)
         first = args[0] if args else None
         if not function.is_in_place:
             promise = self._promising(value, result)
@@ -172,7 +198,7 @@ class Loop:
         look = self._look(first._promised)
         if (look.shape, look.dtype) != (result.shape, result.dtype):
             raise refusal(func)
-        self._notes.change(first._promised.value)
+        self.notes.change(first._promised.value)
         first._promised.value, first._promised.look = value, result
         return first
 
@@ -208,27 +234,29 @@ class Loop:
         for promise in promises:
             promise._promised.recorder = None
         found = {p._promised.value: p for p in promises}
-        wanted = self._notes.wanted(found)
+        wanted = self.notes.wanted(found)
         whole = tuple(i for i, (_, is_whole) in enumerate(self._tensors) if is_whole)
-        program = LoopProgram.of(self._notes.compiled(wanted), whole, unsplit)
+        program = LoopProgram.of(self.notes.compiled(wanted), whole, unsplit)
         self._arguments.clear()  # which know the loop
         tensors = [t.unsqueeze(0) if is_whole else t for t, is_whole in self._tensors]
         return ((self.hidden,), tensors, program.text), program, [found[v] for v in wanted]
 
     def _main_of(self, leaves: Sequence[Any]) -> Value | None:
         """The value among the arguments that is the hidden state; None: there is none."""
-        if not self._notes.calls:
-            return INPUT if any(leaf is self.hidden for leaf in leaves) else None
         promise = self._promise() if self._promise is not None else None
         found = [leaf for leaf in leaves if is_promise(leaf)]
         found.sort(key=lambda leaf: leaf is not promise)
-        return found[0]._promised.value if found else None
+        if found:
+            value: Value = found[0]._promised.value
+            return value
+        is_first = len(self.notes.parts) < 2
+        return INPUT if is_first and any(leaf is self.hidden for leaf in leaves) else None
 
-    def _is_main(self, leaf: Any, block: int) -> bool:
-        """Whether what was kept of an argument is the hidden state that a block was given."""
+    def _stands_for(self, leaf: Any, value: Value) -> bool:
+        """Whether what was kept of an argument stands for a value."""
         if type(leaf) is Promised:
-            return bool(leaf.value == self._notes.mains[block])
-        return leaf is self.hidden and self._notes.mains[block] == INPUT
+            return bool(leaf.value == value)
+        return leaf is self.hidden and value == INPUT
 
     def _is_hidden(self, leaf: Any) -> bool:
         return is_promise(leaf) or leaf is self.hidden
@@ -262,7 +290,7 @@ class Loop:
             whole: The ``id`` of tensors that are the same for all samples; None: it isn't known.
         """
         if type(leaf) is Beside:
-            return Given(value=Value(leaf.block, None, leaf.element))
+            return Given(value=leaf.value)
         if type(leaf) is Unknown:
             leaf.refuse()
         if is_promise(leaf):

@@ -18,23 +18,23 @@ class Value(NamedTuple):
     """What a promise stands for.
 
     Args:
-        block: The block that returns it, or the next one.
-        operation: The number of the function before the block that makes it; None: it is the
-            block's, and of block -1 the first one's input.
-        element: Its place in what the block returns.
+        block: The block that was called last when it was noted, or is called then; -1: none, so it
+            is what the first one is given.
+        operation: The number of the call since then, of the block, a part of it or a function.
+        element: Its place in what that returns.
     """
 
     block: int
-    operation: int | None = None
+    operation: int = 0
     element: int = 0
-
-    def is_of(self, block: int) -> bool:
-        """Whether a block returns it."""
-        return self.block == block and self.operation is None
 
     def before(self) -> Value:
         """What stands in its place in the pass of the loop before."""
         return self._replace(block=self.block - 1)
+
+    def whole(self) -> Value:
+        """The first element of what it is an element of."""
+        return self._replace(element=0)
 
 
 INPUT = Value(-1)
@@ -49,31 +49,25 @@ class Given(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """A call of a block or a function, as it was noted.
+    """A call of a block, of a part of one, or of a function, as it was noted.
 
     Args:
-        name: Of the function.
         result: What it makes.
         spec: Of the arguments.
         given: They.
+        function: Its name; None: it is a block's or a part's.
+        part: The part's dotted name in its block; empty: the block itself.
     """
 
-    name: str
     result: Value
     spec: TreeSpec
     given: tuple[Given, ...]
+    function: str | None = None
+    part: str = ""
 
     def values(self) -> set[Value]:
         """Those that it is given."""
         return {g.value for g in self.given if g.value is not None}
-
-    def arguments(self, places: dict[Value, int]) -> Arguments:
-        """Its arguments, as a stage finds them."""
-        entries = (
-            Entry(g.tensor, g.constant, None if g.value is None else places[g.value])
-            for g in self.given
-        )
-        return Arguments(self.spec, tuple(entries))
 
 
 @dataclass(slots=True)
@@ -81,48 +75,82 @@ class LoopNotes:
     """Calls of blocks, and the functions between them.
 
     Args:
-        calls: Of blocks.
-        mains: The hidden state that each was given.
+        mains: The hidden state that each block was given.
+        parts: The parts of each block that were called; an empty name: the block itself.
     """
 
-    calls: list[Noted] = field(default_factory=list)
     mains: list[Value] = field(default_factory=list)
-    _operations: list[list[Noted]] = field(default_factory=lambda: [[]])  # before each call
-    _used: defaultdict[Value, set[int]] = field(default_factory=lambda: defaultdict(set))
+    parts: list[list[str]] = field(default_factory=list)
+    _notes: list[Noted] = field(default_factory=list)
+    _count: int = 0  # since a block was begun
+    _used: defaultdict[Value, set[tuple[int, int]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # by functions: after which block's call, and after how many parts of it
     _own: set[Value] = field(default_factory=set)
-    _expected: dict[int, tuple[tuple[int, ...], torch.dtype | None]] = field(default_factory=dict)
+    _expected: dict[Value, tuple[tuple[int, ...], torch.dtype | None]] = field(default_factory=dict)
 
-    def call(self, spec: TreeSpec, given: tuple[Given, ...], main: Value) -> None:
-        """Note the call of a block."""
-        self.calls.append(Noted("", Value(len(self.calls)), spec, given))
-        self.mains.append(main)
-        self._operations.append([])
+    def call(self, block: int, part: str, spec: TreeSpec, given: Any, main: Value) -> Value:
+        """Note the call of a block, or of a part of it; returns what it makes.
 
-    def operation(self, name: str, spec: TreeSpec, given: tuple[Given, ...]) -> Value:
-        """Note a function before the next block; returns what it makes."""
-        segment = len(self.calls)
-        value = Value(segment, len(self._operations[segment]))
-        noted = Noted(name, value, spec, given)
-        self._operations[segment].append(noted)
-        for used in noted.values():
-            self._used[used].add(segment)
+        Args:
+            block: The block: the last one, or the next.
+            part: The part's dotted name in it; empty: the block itself.
+            spec: Of the arguments.
+            given: They.
+            main: The one of them that is the hidden state.
+        """
+        if block == len(self.parts):
+            self.parts.append([])
+            self.mains.append(main)
+            self._count = 0
+        self.parts[block].append(part)
+        return self._note(spec, given, None, part)
+
+    def function(self, name: str, spec: TreeSpec, given: tuple[Given, ...]) -> Value:
+        """Note the call of a function; returns what it makes."""
+        value = self._note(spec, given, name)
+        for used in self._notes[-1].values():
+            self._used[used].add(self._place(value.block))
         return value
 
     def change(self, value: Value) -> None:
         """Note that a value is changed in place."""
         self._own.add(value)
 
-    def expect(self, block: int, look: Tensor, with_dtype: bool) -> None:
-        """Note what the model goes by of a block's output: its shape, and its type if it is read.
+    def expect(self, value: Value, look: Tensor, with_dtype: bool) -> None:
+        """Note what the model goes by of what a block returns: its shape, its type if it is read.
 
         Args:
-            block: The block.
+            value: What it returns.
             look: Has them.
             with_dtype: Whether the type is read, too.
         """
-        _, dtype = self._expected.get(block, ((), None))
-        dtype = look.dtype if with_dtype else dtype
-        self._expected[block] = tuple(look.shape[1:]), dtype
+        _, dtype = self._expected.get(value, ((), None))
+        self._expected[value] = tuple(look.shape[1:]), look.dtype if with_dtype else dtype
+
+    def is_due(self, part: str, block: int, named: list[str]) -> bool:
+        """Whether a part of a block may be called next: parts are called as in the block before.
+
+        Args:
+            part: Its name.
+            block: The block.
+            named: The parts as they stand in the block.
+        """
+        due = self._due(block, named)
+        done = self.parts[block] if block < len(self.parts) else []
+        return block == 0 or due[: len(done) + 1] == [*done, part]
+
+    def is_complete(self, blocks: int, named: list[str]) -> bool:
+        """Whether all of so many blocks have been called, the last one with all of its parts."""
+        last = blocks - 1
+        if len(self.parts) < blocks:
+            return False
+        return self.parts[last] == [""] or self.parts[last] == self._due(last, named)
+
+    def _due(self, block: int, named: list[str]) -> list[str]:
+        """The parts of a block that are to be called: those of the one before it that has some."""
+        others = (parts for parts in reversed(self.parts[:block]) if parts != [""])
+        return next(others, named)
 
     def wanted(self, alive: Iterable[Value]) -> list[Value]:
         """The values that the model may use behind the last block, as far as the loop tells.
@@ -133,15 +161,15 @@ class LoopNotes:
         Args:
             alive: What the model has kept.
         """
-        alive, last = set(alive), len(self.calls) - 1
-        newest = {v for v in alive if v.block == (last - 1 if v.operation is None else last)}
-        found = alive - newest
-        for value in newest:
+        alive, last = set(alive), len(self.parts) - 1
+        found = {v for v in alive if v.block < last - 1}
+        end = self._place(last - 1)
+        for value in alive - found:
             before = value.before()
-            is_main = value == self.mains[last] and last in self._used[self.mains[last - 1]]
-            if is_main or last in self._used[before] or before in alive:
+            is_main = value == self.mains[last] and end in self._used[self.mains[last - 1]]
+            if is_main or end in self._used[before] or before in alive:
                 found.add(value)
-        return sorted(found, key=_order)
+        return sorted(found)
 
     def compiled(self, wanted: list[Value]) -> tuple[BlockCall, ...]:
         """What each stage does, without what nobody needs.
@@ -149,43 +177,58 @@ class LoopNotes:
         Args:
             wanted: What comes out beside the last block's output.
         """
-        parts: list[tuple[list[Noted], list[Value]]] = []
-        hands = wanted
-        for index in range(len(self.calls) - 1, -1, -1):
-            needed = {v for v in hands if not v.is_of(index)}
-            needed |= self.calls[index].values()
-            operations = []
-            for operation in reversed(self._operations[index]):
-                if operation.result in needed:
-                    operations.append(operation)
-                    needed = needed - {operation.result} | operation.values()
-            parts.append((operations[::-1], hands))
-            hands = sorted(needed, key=_order)
+        segments: list[list[Noted]] = [[] for _ in self.parts]
+        needed, hands, block = set(wanted), [wanted], len(self.parts) - 1
+        for noted in reversed(self._notes):  # a function runs with the next call
+            if noted.function is None and noted.result.block < block:
+                hands.append(sorted(needed))
+                block = noted.result.block
+            made = {v for v in needed if v.whole() == noted.result}
+            if made or noted.function is None:
+                needed = needed - made | noted.values()
+                segments[block].append(noted)
         found, handed = [], [INPUT]
-        for index, (operations, hands) in enumerate(reversed(parts)):
-            found.append(self._compiled(index, handed, operations, hands))
-            handed = hands
+        for notes, out in zip(segments, reversed(hands), strict=True):
+            found.append(self._compiled(handed, notes[::-1], out))
+            handed = out
         return tuple(found)
 
-    def _compiled(
-        self, index: int, handed: list[Value], operations: list[Noted], hands: list[Value]
-    ) -> BlockCall:
+    def _compiled(self, handed: list[Value], notes: list[Noted], hands: list[Value]) -> BlockCall:
         """What the stage of a block does with what it is handed."""
         places = {value: i for i, value in enumerate(handed)}
-        run = []
-        for operation in operations:
-            run.append(Operation(operation.name, operation.arguments(places)))
-            places[operation.result] = len(places)
-        arguments = self.calls[index].arguments(places)
-        first = len(places)
-        places |= {v: first + v.element for v in (*hands, *self._own) if v.is_of(index)}
-        own = tuple(sorted(places[v] for v in self._own if v.is_of(index)))
-        expected = self._expected.get(index, (None, None))
-        out = tuple(places[v] for v in hands)
-        return BlockCall(arguments, tuple(run), out, own, *expected)
+        returned = dict[Value, int]()  # by blocks and their parts
 
+        def entry(value: Value) -> Entry:
+            if value in places:
+                return Entry(value=places[value])
+            return Entry(value=returned[value.whole()], element=value.element)
 
-def _order(value: Value) -> tuple[int, bool, int, int]:
-    """The order in which values come to be."""
-    is_output = value.operation is None
-    return value.block, is_output, value.operation or 0, value.element
+        operations: list[Operation] = []
+        for noted in notes:
+            entries = (
+                Entry(g.tensor, g.constant) if g.value is None else entry(g.value)
+                for g in noted.given
+            )
+            arguments, result = Arguments(noted.spec, tuple(entries)), noted.result
+            place = len(handed) + len(operations)
+            if noted.function is None:
+                own = tuple(sorted(v.element for v in self._own if v.whole() == result))
+                expected = self._expected.get(result, (None, None))
+                operations.append(Operation(None, noted.part, arguments, own, *expected))
+                returned[result] = place
+            else:
+                operations.append(Operation(noted.function, "", arguments))
+                places[result] = place
+        return BlockCall(tuple(operations), tuple(entry(v) for v in hands))
+
+    def _note(
+        self, spec: TreeSpec, given: tuple[Given, ...], function: str | None, part: str = ""
+    ) -> Value:
+        value = Value(len(self.parts) - 1, self._count)
+        self._notes.append(Noted(value, spec, given, function, part))
+        self._count += 1
+        return value
+
+    def _place(self, block: int) -> tuple[int, int]:
+        """A place in the loop: after a block's last part so far."""
+        return block, len(self.parts[block]) if block >= 0 else 0

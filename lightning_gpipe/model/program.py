@@ -19,11 +19,19 @@ from lightning_gpipe.model.run_layer import RunLayer
 
 
 class Entry(NamedTuple):
-    """An argument of a block or a function: a value of the loop, a tensor, or a constant."""
+    """An argument of a block or a function: a value of the loop, a tensor, or a constant.
 
-    tensor: int | None = None  # the number of a noted one
+    Args:
+        tensor: The number of a noted one.
+        constant: The constant.
+        value: The number of a value that the stage has.
+        element: Which element it is, where the value is what a block returns.
+    """
+
+    tensor: int | None = None
     constant: Any = None
-    value: int | None = None  # the number of one that the stage has
+    value: int | None = None
+    element: int | None = None
 
     def of(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
         """The argument.
@@ -32,9 +40,10 @@ class Entry(NamedTuple):
             values: Those that the stage has.
             tensors: The noted ones.
         """
-        if self.value is not None:
-            return values[self.value]
-        return self.constant if self.tensor is None else tensors[self.tensor]
+        if self.value is None:
+            return self.constant if self.tensor is None else tensors[self.tensor]
+        value = values[self.value]
+        return value if self.element is None else _elements(value, self.element + 1)[self.element]
 
 
 class Arguments(NamedTuple):
@@ -51,40 +60,40 @@ class Arguments(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A function that runs before a block.
+    """A call of a block, of a part of it, or of a function that runs before it.
 
     Args:
-        name: Of the function.
+        function: Its name; None: it isn't one.
+        part: The part's dotted name in the block; empty: the block itself.
         arguments: What it is called with.
-    """
-
-    name: str
-    arguments: Arguments
-
-
-class BlockCall(NamedTuple):
-    """What a stage does to run a block.
-
-    Its values are those that it is handed, then what the operations make of them, then the elements
-    of what the block returns.
-
-    Args:
-        arguments: What the block is called with.
-        operations: What runs before.
-        hands: The values that it hands to the next block; of the last one, those that come out
-            beside its output.
-        own: The values of the block's output that the model changes in place afterwards.
+        own: The elements of what the block returns that the model changes in place afterwards.
         expects: The shape of the block's hidden state that the model was told before, without the
             batch's dimension; None: nothing was read of it.
         dtype: The same of its type.
     """
 
+    function: str | None
+    part: str
     arguments: Arguments
-    operations: tuple[Operation, ...] = ()
-    hands: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
     expects: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+
+
+class BlockCall(NamedTuple):
+    """What a stage does to run a block.
+
+    Its values are those that it is handed, then what the operations make, of which the last one is
+    the block or a part of it.
+
+    Args:
+        operations: What runs, in order.
+        hands: The values that it hands to the next block; of the last one, those that come out
+            beside its output.
+    """
+
+    operations: tuple[Operation, ...]
+    hands: tuple[Entry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +136,12 @@ class LoopProgram:
         """Whether values come out beside the last block's output."""
         return bool(self.calls[-1].hands)
 
-    def run(self, index: int, block: Callable[..., Any], value: Any) -> Any:
+    def run(self, index: int, block: Any, value: Any) -> Any:
         """Run one block.
 
         Args:
             index: Its place.
-            block: The block, or what stands in for it.
+            block: The block.
             value: What the block before hands on, the extra arguments that are tensors, and the
                 text of the first stage's program.
 
@@ -150,18 +159,20 @@ class LoopProgram:
             tensors[i] = tensors[i][0]
         for operation in call.operations:
             args, kwargs = operation.arguments.of(values, tensors)
-            values.append(run_function(operation.name, args, kwargs))
-        args, kwargs = call.arguments.of(values, tensors)
-        output = block(*args, **kwargs)
-        elements = output if isinstance(output, tuple) else (output,)
-        values += elements
-        if call.own:
-            self._check_own(index, call, values)
-        if index == len(self.calls) - 1:
-            made = self.without(output, None)
-            return (made, self._handed(index, values)) if self.gives_more else made
-        self._check(index, call, elements[0])
-        return self._handed(index, values), given, text
+            if operation.function is not None:
+                values.append(run_function(operation.function, args, kwargs))
+                continue
+            part = block.get_submodule(operation.part) if operation.part else block
+            output = part(*args, **kwargs)
+            _check(index, operation, output)
+            if operation.own:
+                _check_own(index, operation, output, values)
+            values.append(output)
+        handed = tuple(entry.of(values, tensors) for entry in call.hands)
+        if index < len(self.calls) - 1:
+            return handed, given, text
+        made = self.without(values[-1], None)
+        return (made, handed) if self.gives_more else made
 
     def without(self, output: Any, instead: Any) -> Any:
         """The last block's output with something instead of what can't be put together."""
@@ -169,41 +180,48 @@ class LoopProgram:
             return output
         return tuple(instead if i in self.unsplit else one for i, one in enumerate(output))
 
-    def _handed(self, index: int, values: Sequence[Any]) -> tuple[Any, ...]:
-        hands = self.calls[index].hands
-        if hands and max(hands) >= len(values):
-            raise RuntimeError(
-                f"Block {index} returned fewer elements than the first one, in a tuple, and the"
-                " model uses one of the others: let all blocks return as many."
-            )
-        return tuple(values[i] for i in hands)
 
-    @staticmethod
-    def _check(index: int, call: BlockCall, output: Tensor) -> None:
-        """Refuse a hidden state that is other than the model's loop was told."""
-        if call.expects is not None and output.shape[1:] != call.expects:
-            what = f"shape {list(output.shape)}, not {[len(output), *call.expects]}"
-        elif call.dtype is not None and output.dtype != call.dtype:
-            what = f"{output.dtype}, not {call.dtype}"
-        else:
-            return
+def _elements(output: Any, count: int) -> tuple[Any, ...]:
+    """What a block returns, as a tuple of so many at least."""
+    elements = output if isinstance(output, tuple) else (output,)
+    if len(elements) < count:
         raise RuntimeError(
-            f"Block {index} returned a hidden state of {what} as it was expected to, and the model"
-            " goes by this between two blocks, before it is known: read it before the first one or"
-            " after the last."
+            f"A block returns {len(elements)} elements, and the model uses number {count}, which"
+            " the first block returns: let all blocks return as many."
         )
+    return elements
 
-    @staticmethod
-    def _check_own(index: int, call: BlockCall, values: Sequence[Any]) -> None:
-        """Refuse a change in place of what a block has returned, where others would change, too."""
-        memory = {i: v.untyped_storage()._cdata for i, v in enumerate(values) if _is_tensor(v)}
-        for i in call.own:
-            if any(k != i and memory.get(i) == memory.get(k) for k in call.hands):
-                raise RuntimeError(
-                    f"The model changes in place what block {index} has returned, which shares"
-                    " memory with what is used later: write x = x + y for x += y, and functions"
-                    " without inplace=True between blocks."
-                )
+
+def _check(index: int, operation: Operation, output: Any) -> None:
+    """Refuse a hidden state that is other than the model's loop was told."""
+    if operation.expects is None:
+        return
+    hidden = _elements(output, 1)[0]
+    if hidden.shape[1:] != operation.expects:
+        what = f"shape {list(hidden.shape)}, not {[len(hidden), *operation.expects]}"
+    elif operation.dtype is not None and hidden.dtype != operation.dtype:
+        what = f"{hidden.dtype}, not {operation.dtype}"
+    else:
+        return
+    raise RuntimeError(
+        f"Block {index} returned a hidden state of {what} as it was expected to, and the model goes"
+        " by this between two blocks, before it is known: read it before the first one or after the"
+        " last."
+    )
+
+
+def _check_own(index: int, operation: Operation, output: Any, values: Sequence[Any]) -> None:
+    """Refuse a change in place of what a block has returned, where others would change, too."""
+    elements = _elements(output, max(operation.own) + 1)
+    for i in operation.own:
+        others = (*values, *elements[:i], *elements[i + 1 :])
+        memory = {v.untyped_storage()._cdata for v in others if _is_tensor(v)}
+        if _is_tensor(elements[i]) and elements[i].untyped_storage()._cdata in memory:
+            raise RuntimeError(
+                f"The model changes in place what block {index} has returned, which shares memory"
+                " with what it was given: write x = x + y for x += y, and functions without"
+                " inplace=True between blocks."
+            )
 
 
 def _is_tensor(value: Any) -> bool:

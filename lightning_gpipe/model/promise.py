@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+_UNCALLABLE = (nn.ModuleList, nn.ModuleDict)
 
 #: What a model must be like.
 CONDITION = (
@@ -72,12 +74,29 @@ class StandIn:
 
 
 class ContainerStandIn(StandIn):
-    """A block that is a container of layers itself."""
+    """A block that is a container of layers itself.
 
-    __slots__ = ()
+    Args:
+        block: The block.
+        call: Called with the arguments in its place.
+        part: Gives what stands in for a part of it, by its name; None: the parts themselves.
+    """
+
+    __slots__ = ("_part",)
+
+    def __init__(
+        self,
+        block: Any,
+        call: Callable[[Any, Any], Any],
+        part: Callable[[str, Any], Any] | None = None,
+    ) -> None:
+        super().__init__(block, call)
+        object.__setattr__(self, "_part", part)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._block)
+        if self._part is None or hasattr(self._block, "keys"):
+            return iter(self._block)
+        return iter([self._part(name, one) for name, one in self._block._modules.items()])
 
     def __len__(self) -> int:
         return len(self._block)
@@ -86,16 +105,37 @@ class ContainerStandIn(StandIn):
         return bool(self._block)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._block[index]
+        if self._part is None:
+            return self._block[index]
+        if hasattr(self._block, "keys"):
+            return self._part(index, self._block[index])
+        return list(self)[index]
 
     def __contains__(self, item: object) -> bool:
         return item in self._block
 
+    def __getattr__(self, name: str) -> Any:
+        if self._part is not None and name in ("values", "items"):
+            found = [(key, self._part(key, one)) for key, one in self._block.items()]
+            return lambda: [one if name == "values" else (key, one) for key, one in found]
+        return super().__getattr__(name)
 
-def stand_in(block: Any, call: Callable[[Any, Any], Any]) -> StandIn:
-    """What stands in for a block; iterable where the block is."""
-    kind = ContainerStandIn if hasattr(type(block), "__iter__") else StandIn
-    return kind(block, call)
+
+def stand_in(
+    block: Any,
+    call: Callable[[Any, Any], Any],
+    part: Callable[[str, Any], Any] | None = None,
+) -> StandIn:
+    """What stands in for a block; iterable where the block is.
+
+    Args:
+        block: The block.
+        call: Called with the arguments in its place.
+        part: Gives what stands in for a part of one that can't be called itself.
+    """
+    if not hasattr(type(block), "__iter__"):
+        return StandIn(block, call)
+    return ContainerStandIn(block, call, part if type(block) in _UNCALLABLE else None)
 
 
 class Unknown:
@@ -136,14 +176,13 @@ class Beside(Unknown):
     """The same, of one block: later ones may be given it.
 
     Args:
-        block: Which block returns it.
-        element: Its place in the tuple.
+        value: What it stands for.
     """
 
-    __slots__ = ("block", "element")
+    __slots__ = ("value",)
 
-    def __init__(self, block: int, element: int) -> None:
-        self.block, self.element = block, element
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class Recorder(Protocol):
