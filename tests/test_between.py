@@ -215,7 +215,8 @@ class NamedParts(Parts):
         return nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})
 
     def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
-        assert list(block) == [name for name, _ in block.items()] and "far" in block
+        assert list(block) == [name for name, _ in block.items()]
+        assert "far" in block
         made = block["near"](hidden) + block["far"](hidden).relu()
         return hidden + block["again"](torch.tanh(block["again"](made)))
 
@@ -225,7 +226,7 @@ class NestedParts(Parts):
 
     def block(self, i: int) -> nn.Module:
         norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        return nn.ModuleList([nn.GRU(1, 4, batch_first=True), nn.Linear(4, 1), norms])
+        return nn.ModuleList([nn.GRU(1, 4, batch_first=True), nn.Linear(4, 1, bias=False), norms])
 
     def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
         recurrent, linear, (before, after) = block

@@ -213,8 +213,8 @@ class _Listener:
             )
         returns = self._returns[part]
         value = loop.note(index, part, args, kwargs)
-        if not loop.has_noted(index):
-            loop.note_block(layers[index], self._places_of(index, layers[index]))
+        if loop.watched.blocks == index:
+            loop.watched.block(layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
             promise = loop.promise(value, module)
             beside = (Beside(value._replace(element=i + 1)) for i in range(returns.beside))

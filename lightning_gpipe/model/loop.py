@@ -27,10 +27,8 @@ from lightning_gpipe.model.promise import (
     is_promise,
     refusal,
 )
-from lightning_gpipe.model.watched import WatchedPlace
+from lightning_gpipe.model.watched import Watched
 from lightning_gpipe.tensors.tree import CONSTANTS
-
-_LATER = "in the pipeline all blocks run then."
 
 
 @dataclass(slots=True)
@@ -42,21 +40,20 @@ class Loop:
         modes: Of autograd and autocast, at the first call.
         looks: What blocks return.
         notes: What is called.
+        watched: What must stay as it is meanwhile.
     """
 
     hidden: Any
     modes: tuple[Any, ...]
     looks: Looks
     notes: LoopNotes = field(default_factory=LoopNotes)
+    watched: Watched = field(default_factory=Watched)
     # of calls of blocks and parts: what with, and the hidden state among that; and which module's
     _arguments: dict[Value, tuple[list[Any], TreeSpec, Value]] = field(default_factory=dict)
     _modules: dict[Value, nn.Module] = field(default_factory=dict)
     _promise: weakref.ref[Promise] | None = None  # of what the last one returns
     _promises: list[weakref.ref[Promise]] = field(default_factory=list)
     _tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
-    _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
-    _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
-    _places: list[list[tuple[WatchedPlace, Any, Any]]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, looks: Looks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
@@ -64,7 +61,7 @@ class Loop:
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         hidden = kwargs.get("hidden_states", next(tensors, None))
         loop = cls(hidden, _modes(hidden), looks)
-        loop._watch(hidden)
+        loop.watched.tensor(hidden)
         return loop
 
     def begins(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -108,20 +105,6 @@ class Loop:
         # promises would seem to be kept
         self._arguments[value] = [_promised_of(leaf) for leaf in leaves], spec, main
         return value
-
-    def has_noted(self, block: int) -> bool:
-        """Whether :meth:`note_block` was called for a block."""
-        return len(self._attributes) > block
-
-    def note_block(self, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
-        """Note with which attributes a block was called, and with what in other places.
-
-        Args:
-            block: The block.
-            places: What it can change and read besides.
-        """
-        self._attributes.append((block, _constants_of(block)))
-        self._places.append([(place, *place.now()) for place in places])
 
     def promise(self, value: Value, module: nn.Module) -> Promise:
         """What a block returns that was noted last, or a part of one.
@@ -215,21 +198,7 @@ class Loop:
         Raises:
             RuntimeError: If a block would meet something else than when it was called.
         """
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise RuntimeError(
-                "A tensor that a block was called with was changed in place before the last block"
-                f" was called, and {_LATER} Give each block a tensor of its own, such as a clone."
-            )
-        for index, (block, before) in enumerate(self._attributes):
-            now = _constants_of(block)
-            changed = [name for name in before if now.get(name) not in (before[name],)]
-            changed += [p.place.name for p, *seen in self._places[index] if p.has_changed(*seen)]
-            if changed:
-                raise RuntimeError(
-                    f"Block {index} had another value of {', '.join(changed)} when it was called"
-                    f" than when the last block was called, and {_LATER} Don't change it in the"
-                    " loop after the block's call, or give it to the block as an argument."
-                )
+        self.watched.check()
         promises = [p for ref in self._promises if (p := ref()) is not None]
         for promise in promises:
             promise._promised.recorder = None
@@ -276,11 +245,6 @@ class Loop:
         self._promises.append(weakref.ref(promise))
         return promise
 
-    def _watch(self, tensor: Any) -> None:
-        """Look at the end whether a tensor has been changed in place."""
-        if isinstance(tensor, Tensor) and not tensor.is_inference():
-            self._versions.append((tensor, tensor._version))
-
     def _given(self, leaf: Any, index: int, whole: set[int] | None = None) -> Given:
         """How an argument is noted: tensors once, whichever blocks they are for.
 
@@ -303,7 +267,7 @@ class Loop:
                 if known is leaf and is_known_whole == is_whole:
                     return Given(i)
             self._tensors.append((leaf, is_whole))
-            self._watch(leaf)
+            self.watched.tensor(leaf)
             return Given(len(self._tensors) - 1)
         if not isinstance(leaf, CONSTANTS):
             raise TypeError(
@@ -330,16 +294,6 @@ def _on_meta(func: Any, function: Function, leaves: Sequence[Any], spec: TreeSpe
     if not isinstance(result, Tensor):
         raise refusal(func)
     return result
-
-
-def _constants_of(block: nn.Module) -> dict[str, Any]:
-    """The plain values among a block's attributes, its training mode too."""
-    attributes = vars(block).items()
-    return {
-        name: value
-        for name, value in attributes
-        if type(value) in (bool, int, float, str) and not name.startswith("_")
-    }
 
 
 def _modes(hidden: Any) -> tuple[Any, ...]:

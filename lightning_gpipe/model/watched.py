@@ -1,12 +1,17 @@
-"""Places that must stay as they are while a model's loop runs over its blocks."""
+"""What must stay as it is while a model's loop runs over its blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor, nn
 
 from lightning_gpipe.model.places import Place, has_buffers, has_changed
 from lightning_gpipe.model.snapshot import Snapshot
+
+_LATER = "in the pipeline all blocks run then."
 
 
 @dataclass(slots=True)
@@ -37,3 +42,64 @@ class WatchedPlace:
                 return False
             before = {name: (v, None) for name, v in zip(snapshot.names, before, strict=True)}
         return has_changed(before, self.place.contents())
+
+
+@dataclass(slots=True)
+class Watched:
+    """The tensors that blocks were called with, their attributes, and what they read besides."""
+
+    _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
+    _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    _places: list[list[tuple[WatchedPlace, Any, Any]]] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are watched."""
+        return len(self._attributes)
+
+    def tensor(self, tensor: Any) -> None:
+        """Watch a tensor."""
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            self._versions.append((tensor, tensor._version))
+
+    def block(self, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
+        """Watch the attributes with which a block was called, and other places.
+
+        Args:
+            block: The block.
+            places: What it can change and read besides.
+        """
+        self._attributes.append((block, _constants_of(block)))
+        self._places.append([(place, *place.now()) for place in places])
+
+    def check(self) -> None:
+        """Check that a block would meet the same now as when it was called.
+
+        Raises:
+            RuntimeError: If not.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RuntimeError(
+                "A tensor that a block was called with was changed in place before the last block"
+                f" was called, and {_LATER} Give each block a tensor of its own, such as a clone."
+            )
+        for index, (block, before) in enumerate(self._attributes):
+            now = _constants_of(block)
+            changed = [name for name in before if now.get(name) not in (before[name],)]
+            changed += [p.place.name for p, *seen in self._places[index] if p.has_changed(*seen)]
+            if changed:
+                raise RuntimeError(
+                    f"Block {index} had another value of {', '.join(changed)} when it was called"
+                    f" than when the last block was called, and {_LATER} Don't change it in the"
+                    " loop after the block's call, or give it to the block as an argument."
+                )
+
+
+def _constants_of(block: nn.Module) -> dict[str, Any]:
+    """The plain values among a block's attributes, its training mode too."""
+    attributes = vars(block).items()
+    return {
+        name: value
+        for name, value in attributes
+        if type(value) in (bool, int, float, str) and not name.startswith("_")
+    }
