@@ -323,3 +323,13 @@ def test_an_encoder_trains_as_it_is_written() -> None:
     torch.manual_seed(2)
     plain = train(Encoder(), max_steps=3)
     torch.testing.assert_close(run_ranks(encoded, 2, 2)[0], plain, atol=1e-10, rtol=0)
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_named() -> None:
+    with pytest.raises(ValueError, match="'net' has a forward of its own, so it can't be cut"):
+        find_backbone(module(net=OwnForward(*layers())), None)

@@ -153,11 +153,13 @@ class Closed(Replaces):
 KINDS = (Replaces, Pops, ChangesRows, Overlaps, Dataclass, Weights, Subclass, Closed)
 
 
-def weights(kind: type[Kind], stages: int, step: Any = "mini-batch") -> dict[str, Tensor]:
+def weights(
+    kind: type[Kind], stages: int, step: Any = "mini-batch", chunks: int = 4
+) -> dict[str, Tensor]:
     """What a module has learnt; with no stages, by a plain Trainer."""
     options: dict[str, Any] = {}
     if stages:
-        options = {"devices": stages, "strategy": GPipeStrategy(4, step=step)}
+        options = {"devices": stages, "strategy": GPipeStrategy(chunks, step=step)}
     torch.manual_seed(0)
     module = kind().double()
     run = trainer(max_epochs=1, limit_val_batches=0, **options)
@@ -395,3 +397,25 @@ class Expanded(Kind):
 
 def test_a_tensor_that_overlaps_itself() -> None:
     torch.testing.assert_close(weights(Expanded, 1, "micro-batch"), weights(Expanded, 0))
+
+
+def test_another_loader_of_as_many_samples_as_a_pair_has_tensors() -> None:
+    pairs = {"a": [torch.zeros(4, 2), torch.zeros(4)], "b": [torch.zeros(2, 2), torch.zeros(2)]}
+    parts, sizes = split_batch(pairs, 2)
+    assert list(sizes) == [2, 2]
+    assert [len(t) for t in parts[0]["a"]] == [2, 2]
+    assert [len(t) for t in parts[0]["b"]] == [2, 2]
+
+
+class Squeezed(Kind):
+    """Takes away all dimensions of 1, the batch's too where it is one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = self.backbone(batch["x"])[:, :1].squeeze()
+        return functional.binary_cross_entropy_with_logits(rows, (batch["y"][:, 0] > 0).double())
+
+
+def test_a_micro_batch_of_one_sample_that_is_squeezed() -> None:
+    with pytest.raises(ValueError, match="Target size") as caught:
+        weights(Squeezed, 1, "micro-batch", chunks=8)
+    assert any("squeeze() without a dimension" in note for note in caught.value.__notes__)

@@ -248,3 +248,13 @@ def test_masks_and_tables_as_long_as_the_batch_train_as_before(stages: int) -> N
 def test_what_cannot_be_told_stops_the_run_before_a_step() -> None:
     with pytest.raises(RankError, match="as long as the batch of 8 samples"):
         run_ranks(trained, 2, "Weighted", 2)
+
+
+def test_why_the_layers_do_not_tell_is_told() -> None:
+    """A layer makes a tensor on the host, whatever its input's device."""
+
+    def layer(x: Tensor, mask: Tensor) -> Tensor:
+        return x + torch.arange(N, dtype=x.dtype, device="cpu") * mask.sum()
+
+    with pytest.raises(ValueError, match=r"They were run without data: .* on the meta device"):
+        whole(layer, (N, N), (N, N))

@@ -596,3 +596,42 @@ class InDict(Classifier):
 def test_a_metric_in_a_dict_is_refused_with_what_to_do() -> None:
     with pytest.raises(RankError, match="keep the metric as an attribute of the module"):
         run_ranks(told, 2, InDict, 2)
+
+
+class SaysSize(L.LightningModule):
+    """Logs with a batch size that doesn't depend on the batch, or does."""
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.size = size
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = self.backbone(batch[0]).square().mean()
+        size = len(batch[0]) if self.size is None else self.size
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=size)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        size = len(batch[0]) if self.size is None else self.size
+        loss = self.backbone(batch[0]).square().mean()
+        self.log_dict({"val": loss, "index": float(batch_idx)}, batch_size=size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("size", [8, 1, 100, None])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_a_batch_size_that_is_a_constant_counts_alike_in_all_batches(
+    size: int | None, chunks: int
+) -> None:
+    """The last batch is so small that it has fewer micro-batches."""
+    found = []
+    x = torch.randn(18, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for options in {}, {"strategy": GPipeStrategy(chunks, step="micro-batch")}:
+        torch.manual_seed(0)
+        run, module = trainer(devices=1, max_epochs=2, **options), SaysSize(size)
+        run.fit(module, DataLoader(TensorDataset(x), 8), DataLoader(TensorDataset(x), 8))
+        found.append(dict(run.callback_metrics))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)

@@ -361,3 +361,36 @@ def test_a_script_with_a_smaller_run_before_is_refused(tmp_path: Path) -> None:
     code, screen = run_script([sys.executable, str(script)], timeout=100, cwd=tmp_path)
     assert code != 0
     assert "This process was started as rank 1 of another run" in screen
+
+
+class CountsValidations(models.Module):
+    late = False
+
+    def on_train_start(self) -> None:
+        self.validations = 0
+        if self.global_rank:
+            self.trainer._last_val_time = float("inf")  # its clock says that no time is up
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(*batch)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def on_validation_end(self) -> None:
+        self.validations += 1
+        if self.global_rank:
+            self.trainer._last_val_time = float("inf")
+
+
+def validated_by_time(step: Any) -> int:
+    module = CountsValidations()
+    interval = {"val_check_interval": timedelta(microseconds=1), "check_val_every_n_epoch": None}
+    strategy = GPipeStrategy(2, step=step)
+    train(module, max_steps=3, devices=2, strategy=strategy, num_sanity_val_steps=0, **interval)
+    return module.validations
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_all_ranks_validate_when_the_time_is_up_on_one(step: str) -> None:
+    assert run_ranks(validated_by_time, 2, step) == [3, 3]

@@ -108,8 +108,7 @@ class KeptInStep:
             return False
         if not isinstance(value, Tensor):
             return any(value is kept for kept in self._floats)
-        with torch._C.DisableTorchFunctionSubclass():
-            is_kept = bool(self._memory) and _memory(value) in self._memory
+        is_kept = bool(self._memory) and _memory(value) in self._memory
         if is_kept or self._forwards is None:
             return is_kept
         return self._forwards.problem(Behind.of([value])) is not None
@@ -121,8 +120,9 @@ def _is_metric(module: nn.Module) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     """What tells whether two tensors share their memory."""
-    is_plain = tensor.layout == torch.strided
-    return tensor.untyped_storage()._cdata if is_plain else id(tensor)
+    with torch._C.DisableTorchFunctionSubclass():  # of tensors that another stage holds, too
+        is_plain = tensor.layout == torch.strided
+        return tensor.untyped_storage()._cdata if is_plain else id(tensor)
 
 
 def _attributes(module: nn.Module) -> list[Any]:

@@ -53,7 +53,7 @@ def find_backbone(
             f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential, or an"
             " nn.ModuleList that the model loops over, of two or more layers to cut into stages."
             " Build the model's body as one, for example `self.backbone = nn.Sequential(*blocks)`,"
-            " and call it in the step."
+            f" and call it in the step.{_with_own_forward(module)}"
         )
     called = [key for key in candidates if f".{key}".endswith(".backbone") and shares[key] > 0.5]
     if called or len(candidates) == 1:
@@ -81,6 +81,16 @@ def find_backbone(
         + "\n".join(rows)
         + f"\n{_recipe(module, list(candidates))}{_otherwise(candidates, shares)}{hint}"
     )
+
+
+def _with_own_forward(module: nn.Module) -> str:
+    """Names sequences that can't be cut as they are."""
+    found = [
+        repr(name)
+        for name, part in module.named_modules()
+        if name and isinstance(part, nn.Sequential) and not _is_sequential(part)
+    ]
+    return f" {found[0]} has a forward of its own, so it can't be cut." if found else ""
 
 
 def _without_parts(candidates: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

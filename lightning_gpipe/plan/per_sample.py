@@ -195,6 +195,7 @@ class _Trials:
         self._known = known
         self._samples = batch.leaves[first].shape[0]
         self._others = list(_other_numbers(batch, self._samples))
+        self._failed: UntraceableLayer | None = None
 
     def told(self, doubtful: Sequence[int]) -> Leaves:
         """Which of the leaves in doubt are for all samples.
@@ -247,7 +248,8 @@ class _Trials:
         """
         try:
             shapes = [self._run(self._input(whole, samples)) for samples in self._others]
-        except UntraceableLayer:
+        except UntraceableLayer as error:
+            self._failed = error
             return False
         return all(found == shapes[0] for found in shapes)
 
@@ -298,13 +300,14 @@ class _Trials:
 
     def _cannot_tell(self, i: int) -> ValueError:
         shape, n = list(self._batch.leaves[i].shape), self._samples
+        why = "" if self._failed is None else f" (They were run without data: {self._failed}.)"
         return ValueError(
             f"Tensor {i} of the backbone's input, of shape {shape}, is as long as the batch of {n}"
             " samples, and the layers don't tell whether it has an entry for each sample, and is"
             " split into micro-batches with the batch, or is the same for all samples. If it is the"
             f" same for all, give it a first dimension of 1: {[1, *shape]}. If it has an entry for"
             f" each sample, choose a batch size that is no other dimension's ({n} here), and"
-            " compute outside the backbone what mixes samples with each other."
+            f" compute outside the backbone what mixes samples with each other.{why}"
         )
 
 

@@ -199,7 +199,8 @@ def _check_ragged(batch: Any) -> None:
             continue
         own = tensors_of(item)
         lengths = {len(t) if t.ndim else 0 for t in item if isinstance(t, Tensor)}
-        others = {len(t) for t in tensors_of(batch) if t.ndim and not _is_in(t, own)}
+        entries = (t for t in _entries(batch) if isinstance(t, Tensor))  # not another loader's
+        others = {len(t) for t in entries if t.ndim}
         tells_length = first is not None and _is_in(first, own) and len(item) in others - lengths
         has_mapping = bool(own) and any(isinstance(part, Mapping) for part in item)
         if len(lengths) > 1 or tells_length or has_mapping:

@@ -66,6 +66,9 @@ def adapted(
         patches.SAVE_ON_EXCEPTION.replaced(
             _if_possible(can_gather, has_saved, ModelCheckpoint._should_save_on_exception)
         ),
+        patches.CHECK_VALIDATION.replaced(
+            patches.as_method(partial(_together, patches.CHECK_VALIDATION.current()))
+        ),
         patches.SUMMARY.replaced(_inside(on_meta, ModelSummary._summary)),
         patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
     ):
@@ -73,6 +76,14 @@ def adapted(
             AveragedCopy(copy, f"{prefix}{pipeline.backbone}", groups, gathers)
             for copy, prefix in (_averages(callbacks) if averages and not is_alone else ())
         ]
+
+
+def _together(is_due: Callable[..., bool], loop: Any, *args: Any) -> bool:
+    """Validate as soon as the time is up on one rank, where it goes by time."""
+    found = is_due(loop, *args)
+    if getattr(loop.trainer, "_val_check_time_interval", None) is None:
+        return found
+    return bool(loop.trainer.strategy.reduce_boolean_decision(found, all=False))
 
 
 class ReportFirst(Callback):

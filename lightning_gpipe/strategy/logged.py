@@ -42,19 +42,52 @@ class _Entry:
     recipe: Recipe | None
 
 
+class BatchSizes:
+    """The batch sizes with which values are logged, over the mini-batches of a run.
+
+    A step gives the same one for all micro-batches because they are equal, or because it is a
+    constant, such as the loader's batch size. A constant counts the same in every mini-batch.
+    """
+
+    def __init__(self) -> None:
+        self._samples = 0  # in the largest mini-batch
+        self._seen: dict[str, tuple[float, int, float]] = {}
+
+    def of_mini_batch(self, name: str, sizes: Sequence[float], samples: Sequence[int]) -> int:
+        """The batch size of a mini-batch.
+
+        Args:
+            name: Of the value.
+            sizes: What was given for each micro-batch.
+            samples: How many each has.
+        """
+        whole, size = sum(sizes), sizes[0]
+        self._samples = max(self._samples, sum(samples))
+        if len(set(sizes)) > 1:
+            return int(whole)
+        before, had, counted = self._seen.get(name, (size, samples[0], whole))
+        if before != size:
+            before, had, counted = size, samples[0], whole
+        self._seen[name] = before, had, counted
+        is_constant = size == self._samples or any(one != had for one in samples)
+        return int(counted if is_constant else whole)
+
+
 class StepLog:
     """The calls of ``self.log`` in the steps of a mini-batch.
 
     Args:
         values: What steps make of metrics and means: that is logged as for the mini-batch.
+        sizes: The batch sizes that calls have given.
     """
 
-    def __init__(self, values: StepValues) -> None:
+    def __init__(self, values: StepValues, sizes: BatchSizes) -> None:
         self._values = values
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
         self._micro_batch = 0
         self._means: list[tuple[str, Tensor]] | None = None
+        self._sizes = sizes
         self._default_dtype = torch.get_default_dtype()
 
     def begin(self, micro_batch: int, is_looked_at: bool) -> None:
@@ -105,10 +138,9 @@ class StepLog:
             counts = [weights[entry.micro_batch] for entry in entries]
             sizes: list[Any] = [entry.options.get("batch_size") for entry in entries]
             if None not in sizes:
-                options["batch_size"] = int(sum(map(float, sizes)))
-                is_one = len(set(map(float, sizes))) == 1  # a loader's batch size, for instance
-                said = [samples[entry.micro_batch] for entry in entries] if is_one else sizes
-                counts = [float(size) for size in said]
+                said, own = [samples[entry.micro_batch] for entry in entries], [*map(float, sizes)]
+                options["batch_size"] = self._sizes.of_mini_batch(name, own, said)
+                counts = [float(one) for one in said] if len(set(own)) == 1 else own
             value = self._of_mini_batch(name, entries, counts)
             log(name, _reduced(entries, counts) if value is None else value, **options)
 

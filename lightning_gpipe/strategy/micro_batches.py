@@ -32,7 +32,7 @@ from lightning_gpipe.strategy.batches import (
     tensors_of,
 )
 from lightning_gpipe.strategy.exchange import Exchange
-from lightning_gpipe.strategy.logged import StepLog
+from lightning_gpipe.strategy.logged import BatchSizes, StepLog
 from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
 from lightning_gpipe.strategy.merging import merge, weighted_mean
 from lightning_gpipe.strategy.recipes import may_be_mean
@@ -72,7 +72,7 @@ class _MiniBatch:
     results: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.log = StepLog(self.metrics.values)
+        self.log = StepLog(self.metrics.values, self.metrics.sizes)
 
     def given(self) -> list[list[Tensor]]:
         """The tensors in each micro-batch."""
@@ -128,6 +128,11 @@ class _MiniBatch:
                     f" row for each of the {samples} samples. If it has theirs one after another,"
                     " as the targets of a CTC loss may, pad them to [batch, ...], or use"
                     " GPipeStrategy(step='mini-batch')."
+                )
+            elif size == 1 < samples and shape[:1] == (1,):
+                what = (
+                    "this micro-batch has one sample, so that squeeze() without a dimension takes"
+                    " the batch's away, too: give it the dimension, or use fewer chunks."
                 )
             else:
                 continue
@@ -283,7 +288,7 @@ class MicroBatchSteps:
 
     def _probe(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Have the module cut, if that waits for an input; see :meth:`PipelinedModule.probe`."""
-        log = StepLog(self.metrics.values)
+        log = StepLog(self.metrics.values, BatchSizes())
         self._log = log
         try:
             result = self._pipeline.probe(lambda: step(batch, *rest), (batch, rest))

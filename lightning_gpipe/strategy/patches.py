@@ -263,6 +263,11 @@ BATCH_SIZE_FILE = Target(
     "uuid",
     "all ranks must read the file that rank 0 writes, and each names its own",
 )
+CHECK_VALIDATION = Target(
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
+    "_should_check_val_fx",
+    "a time is up on one rank before it is on another, and all must validate together",
+)
 LOG = Target(
     "lightning.pytorch.LightningModule",
     "log",
