@@ -243,6 +243,38 @@ class CollectedParts(Parts):
         return self.head(sum(found))
 
 
+class Concatenated(Loop):
+    """Concatenates with what is known, and adds up."""
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, other = self.before(x), x.square()
+        for i, block in enumerate(self.blocks):
+            hidden = block(torch.cat([hidden, other], 1))
+            if not i:
+                total = torch.zeros_like(hidden)
+            total += hidden.abs()
+        return self.head(total)
+
+
+class Remembers(Loop):
+    """Uses hidden states, and what blocks return besides, of the step before."""
+
+    def build(self) -> None:
+        super().build()
+        self.__dict__["kept"] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, kept = self.before(x), []
+        for i, block in enumerate(self.blocks):
+            kept.append(hidden)
+            hidden = block(hidden + self.kept[i].detach() if self.kept else hidden)
+        self.__dict__["kept"] = kept
+        return self.head(hidden)
+
+
 class OtherParts(Parts):
     """Leaves out a part once."""
 
@@ -337,6 +369,48 @@ class Shared(Loop):
         return torch.relu_(made) + hidden if i else made
 
 
+class Stateful(nn.Linear):
+    def forward(self, hidden: Tensor, state: Any) -> Any:
+        made = super().forward(hidden if state is None else hidden + state)
+        return made, made * 2
+
+
+class KeepsStates(Loop):
+    """Hands what a block has returned to the next one, in the next step."""
+
+    def block(self, i: int) -> nn.Module:
+        return Stateful(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, states = self.before(x), [None]
+        for i, block in enumerate(self.blocks):
+            hidden, state = block(hidden, getattr(self, "states", [None] * self.count)[i])
+            states.append(state)
+        object.__setattr__(self, "states", states)
+        return self.head(hidden)
+
+
+class KeepsLast(Loop):
+    """Uses the last hidden state but one, in the next step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for i, block in enumerate(self.blocks):
+            if i == self.count - 1:
+                given = (hidden,)
+            hidden = block(hidden, *self.__dict__.get("kept", ()))
+        self.__dict__["kept"] = given
+        return self.head(hidden)
+
+    def block(self, i: int) -> nn.Module:
+        return Adds(WIDTH, WIDTH)
+
+
+class Adds(nn.Linear):
+    def forward(self, hidden: Tensor, other: Any = 0) -> Tensor:
+        return super().forward(hidden) + other
+
+
 class LastOnly(Loop):
     """Uses behind the loop what the loop doesn't tell of."""
 
@@ -350,7 +424,19 @@ class LastOnly(Loop):
 
 WORK = (
     *(Loop, Two, Activations, PreNorm, Norms, Gates, InPlace, First, Collected, Jumping),
-    *(Widths, Images, Masks, Sequence, Parts, TwoParts, NamedParts, NestedParts, CollectedParts),
+    *(
+        Widths,
+        Images,
+        Masks,
+        Sequence,
+        Concatenated,
+        Remembers,
+        Parts,
+        TwoParts,
+        NamedParts,
+        NestedParts,
+        CollectedParts,
+    ),
 )
 
 
@@ -378,6 +464,8 @@ def plain() -> dict[str, Any]:
 )
 def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain: Any) -> None:
     kinds = [kind for kind in WORK if kind.count >= stages]
+    if step == "micro-batch":  # whose step before is that of another micro-batch
+        kinds.remove(Remembers)
     for found in run_ranks(trained, stages, kinds, stages, step)[:1]:
         for name, state in found.items():
             torch.testing.assert_close(
@@ -399,6 +487,8 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (ChangesInput, "A tensor that a block was called with was changed in place"),
         (OtherParts, "The loop calls '1' of block 4 otherwise than the parts of the block before"),
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
+        (KeepsStates, "What a block returns beside its hidden state was used"),
+        (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
 )

@@ -56,8 +56,10 @@ _ELEMENTWISE = (
     *("relu", "relu6", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin"),
     *("softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tanh"),
     *("tanhshrink", "threshold", "true_divide", "where", "__rsub__", "__rdiv__", "__rpow__"),
-    "__rtruediv__",
+    *("__rtruediv__", "ones_like", "zeros_like"),
 )
+#: Functions whose other tensors have a row for each sample, too.
+_OF_ROWS = {"torch.cat", "torch.stack"}
 #: Functions whose result shares the memory of what they are given.
 _VIEWS = {"flatten", "permute", "transpose", "unsqueeze"}
 
@@ -99,8 +101,12 @@ class Function:
         ndim = hidden[0].ndim
         if kwargs.get("out") is not None or any(t.ndim != ndim for t in hidden):
             return None
+        if self.check is not None and not self.check(args, kwargs):
+            return None
+        if self.name in _OF_ROWS:
+            return set() if all(t.ndim == ndim for t in others) else None
         if self.check is not None:
-            return {id(t) for t in others} if self.check(args, kwargs) else None
+            return {id(t) for t in others}
         if any(t.ndim > ndim for t in others):
             return None
         return {id(t) for t in others if t.ndim < ndim}
@@ -153,11 +159,11 @@ def _by_matrix(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _joined(more: int) -> _Check:
-    """The check of ``cat`` and ``stack``, of hidden states alone, which makes more dimensions."""
+    """The check of ``cat`` and ``stack``, which makes more dimensions."""
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         parts = args[0] if args and isinstance(args[0], (list, tuple)) else ()
-        if not parts or not all(isinstance(t, Look) for t in parts):
+        if not parts:
             return False
         return _not_first(parts[0].ndim + more, _argument(args, kwargs, 1, "dim", 0))
 

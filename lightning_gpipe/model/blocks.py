@@ -24,7 +24,7 @@ from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import CONDITION, Beside, StandIn, Unknown, stand_in
+from lightning_gpipe.model.promise import CONDITION, Beside, StandIn, Unknown, stand_in, with_known
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.watched import WatchedPlace
 from lightning_gpipe.tensors.tree import tree_tensors
@@ -196,7 +196,7 @@ class _Listener:
         Returns:
             A promise; from the last block its output.
         """
-        layers = layers_of(blocks)
+        layers, (args, kwargs) = layers_of(blocks), with_known((args, kwargs))
         loop, named = self._loop, [name for name, _ in layers[index].named_children()]
         if loop is None or (index == 0 and loop.begins(part, args, kwargs)):
             loop = Loop.begin(self._looks, args, kwargs)
@@ -217,7 +217,9 @@ class _Listener:
             loop.watched.block(layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
             promise = loop.promise(value, module)
-            beside = (Beside(value._replace(element=i + 1)) for i in range(returns.beside))
+            beside = (
+                Beside(value._replace(element=i + 1), loop.token) for i in range(returns.beside)
+            )
             is_told = not part and blocks.as_tuple is not None
             is_tuple = blocks.as_tuple if is_told else returns.is_tuple
             return (promise, *beside) if is_tuple else promise

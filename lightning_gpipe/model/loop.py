@@ -26,6 +26,7 @@ from lightning_gpipe.model.promise import (
     Unknown,
     is_promise,
     refusal,
+    too_late,
 )
 from lightning_gpipe.model.watched import Watched
 from lightning_gpipe.tensors.tree import CONSTANTS
@@ -40,6 +41,7 @@ class Loop:
         modes: Of autograd and autocast, at the first call.
         looks: What blocks return.
         notes: What is called.
+        token: Tells this pass of the loop from others.
         watched: What must stay as it is meanwhile.
     """
 
@@ -47,6 +49,7 @@ class Loop:
     modes: tuple[Any, ...]
     looks: Looks
     notes: LoopNotes = field(default_factory=LoopNotes)
+    token: object = field(default_factory=object)
     watched: Watched = field(default_factory=Watched)
     # of calls of blocks and parts: what with, and the hidden state among that; and which module's
     _arguments: dict[Value, tuple[list[Any], TreeSpec, Value]] = field(default_factory=dict)
@@ -253,11 +256,13 @@ class Loop:
             index: Of the block that is called, or will be.
             whole: The ``id`` of tensors that are the same for all samples; None: it isn't known.
         """
-        if type(leaf) is Beside:
+        if type(leaf) is Beside and leaf.of is self.token:
             return Given(value=leaf.value)
-        if type(leaf) is Unknown:
+        if type(leaf) in (Beside, Unknown):
             leaf.refuse()
         if is_promise(leaf):
+            if leaf._promised.recorder is not self:
+                raise too_late(f"The call of block {index}, or what stands before it,")
             return Given(value=leaf._promised.value)
         if leaf is self.hidden:
             return Given(value=INPUT)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 _UNCALLABLE = (nn.ModuleList, nn.ModuleDict)
 
@@ -177,12 +177,13 @@ class Beside(Unknown):
 
     Args:
         value: What it stands for.
+        of: Tells the pass of the loop to which that belongs.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("of", "value")
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, of: object) -> None:
+        self.value, self.of = value, of
 
 
 class Recorder(Protocol):
@@ -242,11 +243,7 @@ class Promise(Tensor):
             return func(*args, **kwargs)
         promised = promise._promised
         if promised.recorder is None:
-            raise RuntimeError(
-                f"{_named(func)} uses a hidden state of a block that isn't the last one, behind the"
-                " loop. Where the loop itself doesn't use it likewise that isn't foreseen: let the"
-                f" blocks hand it on in a tuple, {_IN_SEQUENCE}."
-            )
+            raise too_late(_named(func))
         if func in _OF_DEVICE:
             device = promised.device
             return device if func == _DEVICE else device.type == "meta"
@@ -259,11 +256,11 @@ class Promise(Tensor):
 def with_known(value: Any) -> Any:
     """The same with what is known by now in place of promises."""
 
-    def known(promise: Promise) -> Any:
-        found = promise._promised.known
-        return promise if found is None else found
+    def known(leaf: Any) -> Any:
+        found = leaf._promised.known if is_promise(leaf) else None
+        return leaf if found is None else found
 
-    return tree_map_only(Promise, known, value)
+    return tree_map(known, value)
 
 
 def is_promise(value: object) -> TypeGuard[Promise]:
@@ -284,6 +281,15 @@ def refusal(func: Any, because: str = "") -> RuntimeError:
         " activations, dropout, sums, products, nn.LayerNorm, and others along dimensions that"
         " aren't the batch's. Write the rest, such as batch norm, into a block, or build the blocks"
         f" as an nn.Sequential, {_IN_SEQUENCE}.{because} {CONDITION}"
+    )
+
+
+def too_late(what: str) -> RuntimeError:
+    """The error for what uses a promise behind the loop, of a value that hasn't come out."""
+    return RuntimeError(
+        f"{what} uses a hidden state of a block that isn't the last one, behind the loop or in"
+        " another pass of it. Where the loop itself does not use it so that is not foreseen: let"
+        f" the blocks hand it on in a tuple, {_IN_SEQUENCE}."
     )
 
 
