@@ -275,6 +275,36 @@ class Remembers(Loop):
         return self.head(hidden)
 
 
+class Asks(Loop):
+    """Tells blocks apart by what they are."""
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH) if i % 2 else nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        assert (block is self.blocks[0]) == (not i)
+        made = block(hidden)
+        if type(block) in (nn.Linear, nn.Bilinear) and type(block).__name__ == "Linear":
+            made = made.tanh()
+        if {nn.Linear: False}.get(type(block), True):
+            made = made + hidden
+        return made if block is self.blocks[-1] else F.relu(made)
+
+
+class SharedNorms(Parts):
+    """Calls a part of a block twice with the same."""
+
+    def block(self, i: int) -> nn.Module:
+        width = WIDTH
+        layers = nn.Linear(width, width), nn.Linear(width, width)
+        return nn.ModuleList([nn.LayerNorm(width), *layers, None])
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        norm, first, second, nothing = block
+        assert nothing is None
+        return hidden + first(norm(hidden)) + second(norm(hidden))
+
+
 class OtherParts(Parts):
     """Leaves out a part once."""
 
@@ -411,6 +441,40 @@ class Adds(nn.Linear):
         return super().forward(hidden) + other
 
 
+class DropsNothing(Loop):
+    """Changes in place what dropout has handed through."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made = block(hidden)
+        dropped = F.dropout(made, 0.0)
+        dropped += 1.0
+        return made + dropped
+
+
+class TwoPasses(Loop):
+    """Hands hidden states of one pass to blocks of the next one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, kept = self.before(x), []
+        for block in self.blocks:
+            kept.append(hidden)
+            hidden = block(hidden)
+        for block, before in zip(self.blocks, kept, strict=True):
+            hidden = block(hidden) + before
+        return self.head(hidden)
+
+
+class Probes(Loop):
+    """Uses what the first block returned in another pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        probe = self.blocks[0](hidden * 2)
+        for block in self.blocks:
+            hidden = block(hidden) + probe
+        return self.head(hidden)
+
+
 class LastOnly(Loop):
     """Uses behind the loop what the loop doesn't tell of."""
 
@@ -487,6 +551,8 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (ChangesInput, "A tensor that a block was called with was changed in place"),
         (OtherParts, "The loop calls '1' of block 4 otherwise than the parts of the block before"),
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
+        (DropsNothing, "'add_' uses the hidden state between two blocks"),
+        (Probes, "uses a hidden state of a block that isn't the last one"),
         (KeepsStates, "What a block returns beside its hidden state was used"),
         (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
@@ -496,6 +562,14 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
 def test_what_could_not_be_right_is_refused(kind: Any, message: str, step: Any) -> None:
     with pytest.raises(RuntimeError, match=message):
         trained([kind], 1, step)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_another_pass_may_use_what_has_come_out(stages: int) -> None:
+    torch.manual_seed(2)
+    expected = train(TwoPasses(), max_steps=4)
+    found = run_ranks(trained, stages, [TwoPasses], stages, "mini-batch")[0]["TwoPasses"]
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
 def test_it_is_refused_on_several_stages() -> None:

@@ -60,8 +60,6 @@ _ELEMENTWISE = (
 )
 #: Functions whose other tensors have a row for each sample, too.
 _OF_ROWS = {"torch.cat", "torch.stack"}
-#: Functions whose result shares the memory of what they are given.
-_VIEWS = {"flatten", "permute", "transpose", "unsqueeze"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +77,6 @@ class Function:
     run: Callable[..., Any]
     check: _Check | None
     is_in_place: bool = False
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the result shares the memory of what it is given."""
-        return self.name.rpartition(".")[2] in _VIEWS
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int] | None:
         """Look whether a call works sample by sample.

@@ -35,11 +35,16 @@ RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
 AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
 
 
+#: The attributes of a list whose loops are listened to.
+_OWN = "as_tuple", "_listener", "_before"
+
+
 class Listening(nn.Module):
     """A list of layers whose loops, while a function is attached, meet stand-ins of its layers."""
 
     as_tuple: bool | None = None
     _listener: _Listener | None = None
+    _before: _Listener | None = None
 
     @property
     def is_attached(self) -> bool:
@@ -54,15 +59,17 @@ class Listening(nn.Module):
             as_written: Lets a layer be called as if it were in no pipeline.
             is_alone: Whether one rank has all layers.
         """
-        self._listener = _Listener(run, as_written, is_alone)
+        before = self._before  # of which a running loop may have stand-ins
+        is_same = before is not None and before.runs(run, is_alone)
+        self._listener = before if is_same else _Listener(run, as_written, is_alone)
 
     def detach(self) -> None:
         """Be an ordinary list again."""
-        self._listener = None
+        self._before, self._listener = self._listener, None
 
     def give_back(self, kind: type[nn.Module]) -> None:
         """Be of a class again that the list was of before it was taken over."""
-        for name in ("as_tuple", "_listener"):
+        for name in _OWN:
             self.__dict__.pop(name, None)
         self.__class__ = kind  # type: ignore[assignment]
 
@@ -135,7 +142,7 @@ class Sequential(Listening, nn.Sequential):
         return listener.is_alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_listener", "as_tuple")}
+        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
         return nn.Sequential, (), state
 
 
@@ -153,11 +160,16 @@ class _Listener:
         self._run, self._as_written, self.is_alone = run, as_written, is_alone
         self._looks = Looks(as_written)
         self._loop: Loop | None = None
+        self._stand_ins: dict[tuple[int, str], StandIn] = {}
         self._returns: dict[str, _Returns] = {}  # by the part
         self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoneType, ()
+
+    def runs(self, run: RunBlocks, is_alone: bool) -> bool:
+        """Whether it lets the same run the blocks."""
+        return self._run == run and self.is_alone == is_alone
 
     def stand_in(self, blocks: Listening, index: int, part: str, module: Any) -> StandIn:
         """What a loop meets in place of a block, or of a part of one.
@@ -168,11 +180,18 @@ class _Listener:
             part: The part's dotted name in it; empty: the block itself.
             module: It.
         """
+        known = self._stand_ins.get((index, part))
+        if known is not None and known == module:
+            return known  # models compare blocks
 
-        def of_part(name: str, inner: Any) -> StandIn:
+        def of_part(name: str, inner: Any) -> Any:
+            if inner is None:
+                return None
             return self.stand_in(blocks, index, f"{part}.{name}".lstrip("."), inner)
 
-        return stand_in(module, partial(self.hear, blocks, index, part, module), of_part)
+        call = partial(self.hear, blocks, index, part, module)
+        self._stand_ins[index, part] = made = stand_in(module, call, of_part)
+        return made
 
     def hear(
         self,
@@ -196,7 +215,7 @@ class _Listener:
         Returns:
             A promise; from the last block its output.
         """
-        layers, (args, kwargs) = layers_of(blocks), with_known((args, kwargs))
+        layers, (args, kwargs, _) = layers_of(blocks), with_known(args, kwargs)
         loop, named = self._loop, [name for name, _ in layers[index].named_children()]
         if loop is None or (index == 0 and loop.begins(part, args, kwargs)):
             loop = Loop.begin(self._looks, args, kwargs)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from lightning_gpipe.model.between import Function, Look
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
-from lightning_gpipe.model.promise import Unknown
+from lightning_gpipe.model.promise import Unknown, refusal
 
 _REMEMBERED = 4096
 _OFTEN = 2  # inputs after which a block that has kept their shape and type is thought to do so
@@ -31,6 +32,7 @@ class Looks:
     def __init__(self, as_written: Callable[..., AbstractContextManager[None]]) -> None:
         self._as_written = as_written
         self._known: dict[Hashable, Tensor | None] = {}
+        self._applied: dict[Hashable, tuple[set[int], Tensor, bool]] = {}
         self._kept: Counter[Hashable] = Counter()  # by the block: inputs whose look it has kept
         self._others: set[Hashable] = set()  # blocks that have changed one
 
@@ -68,9 +70,45 @@ class Looks:
         found = self._known[key]
         return hidden if found is None else found
 
+    def applied(
+        self,
+        func: Any,
+        function: Function,
+        leaves: Sequence[Any],
+        hidden: tuple[int, ...],
+        spec: TreeSpec,
+        samples: int,
+    ) -> tuple[set[int], Tensor, bool]:
+        """What a function between two blocks returns.
+
+        Args:
+            func: As it was called.
+            function: What it is.
+            leaves: Its arguments, with tensors on the meta device.
+            hidden: Which of them are hidden states.
+            spec: Their structure.
+            samples: N.
+
+        Returns:
+            Which of the arguments are tensors that are the same for all samples; a tensor on the
+            meta device; and whether it shares the memory of an argument.
+
+        Raises:
+            RuntimeError: If it may not stand there.
+        """
+        key = function, hidden, samples, tuple(_look(leaf) for leaf in leaves), repr(spec)
+        if key not in self._applied:
+            if len(self._applied) >= _REMEMBERED:
+                self._applied.clear()
+            found = _applied(func, function, leaves, hidden, spec)
+            if not found[1].ndim or found[1].shape[0] != samples:
+                raise refusal(func)
+            self._applied[key] = found
+        return self._applied[key]
+
     def _run(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Tensor | None:
         """Run a block; None: it can't run without data, or returns something else."""
-        if any(issubclass(type(leaf), Unknown) for leaf in leaves):
+        if any(Unknown in type(leaf).__mro__ for leaf in leaves):
             return None
         args, kwargs = tree_unflatten(list(leaves), spec)
         try:
@@ -84,7 +122,7 @@ class Looks:
 
 def is_tensor(value: object) -> bool:
     """Whether something is a tensor; stand-ins don't tell."""
-    return issubclass(type(value), Tensor)
+    return Tensor in type(value).__mro__
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -96,3 +134,24 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def _look(leaf: Any) -> Hashable:
     return (leaf.shape, leaf.dtype) if is_tensor(leaf) else repr(leaf)
+
+
+def _applied(
+    func: Any, function: Function, leaves: Sequence[Any], hidden: Sequence[int], spec: TreeSpec
+) -> tuple[set[int], Tensor, bool]:
+    """See :meth:`Looks.applied`."""
+    looks = [Look(leaf) if i in hidden else leaf for i, leaf in enumerate(leaves)]
+    whole = function.whole(*tree_unflatten(looks, spec))
+    if whole is None:
+        raise refusal(func)
+    args, kwargs = tree_unflatten(list(leaves), spec)
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            result = function.run(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise refusal(func, f" ({error})") from error
+    if not isinstance(result, Tensor):
+        raise refusal(func)
+    memory = {leaf.untyped_storage()._cdata for leaf in leaves if is_tensor(leaf)}
+    is_shared = result.untyped_storage()._cdata in memory
+    return {i for i, leaf in enumerate(leaves) if id(leaf) in whole}, result, is_shared

@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-# As PyTorch's documentation imports it: no public name leads to it.
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_gpipe.model.between import Function, Look, function_of
+from lightning_gpipe.model.between import function_of
 from lightning_gpipe.model.looks import Looks, is_tensor, on_meta
 from lightning_gpipe.model.loop_notes import INPUT, Given, LoopNotes, Value
 from lightning_gpipe.model.program import LoopProgram
@@ -51,8 +48,8 @@ class Loop:
     notes: LoopNotes = field(default_factory=LoopNotes)
     token: object = field(default_factory=object)
     watched: Watched = field(default_factory=Watched)
-    # of calls of blocks and parts: what with, and the hidden state among that; and which module's
-    _arguments: dict[Value, tuple[list[Any], TreeSpec, Value]] = field(default_factory=dict)
+    # of calls of blocks and parts: what with, and which is the hidden state; and of which module
+    _arguments: dict[Value, tuple[list[Any], TreeSpec, int]] = field(default_factory=dict)
     _modules: dict[Value, nn.Module] = field(default_factory=dict)
     _promise: weakref.ref[Promise] | None = None  # of what the last one returns
     _promises: list[weakref.ref[Promise]] = field(default_factory=list)
@@ -69,8 +66,10 @@ class Loop:
 
     def begins(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of the first block, or of a part of it, begins another pass."""
+        leaves = tree_leaves((args, kwargs))
         is_again = len(self.notes.parts) != 1 or part in self.notes.parts[0]
-        return is_again and not any(map(is_promise, tree_leaves((args, kwargs))))
+        goes_on = part and any(leaf is self.hidden for leaf in leaves)
+        return is_again and not goes_on and not any(map(is_promise, leaves))
 
     def note(self, index: int, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
         """Note the call of a block, or of a part of one; returns what it makes.
@@ -106,7 +105,8 @@ class Loop:
         given = tuple(self._given(leaf, index) for leaf in leaves)
         value = self.notes.call(index, part, spec, given, main)
         # promises would seem to be kept
-        self._arguments[value] = [_promised_of(leaf) for leaf in leaves], spec, main
+        place = next(i for i, leaf in enumerate(leaves) if self._stands_for(leaf, main))
+        self._arguments[value] = [_promised_of(leaf) for leaf in leaves], spec, place
         return value
 
     def promise(self, value: Value, module: nn.Module) -> Promise:
@@ -138,9 +138,9 @@ class Loop:
             return promised.look if promised.look is not None else self.hidden
         look = promised.look
         if look is None or is_cast:
-            leaves, spec, main = self._arguments[value]
+            leaves, spec, place = self._arguments[value]
             looks = [self._look(leaf) for leaf in leaves]
-            hidden = looks[next(i for i, leaf in enumerate(leaves) if self._stands_for(leaf, main))]
+            hidden = looks[place]
             module = self._modules[value]
             look = hidden if is_cast else self.looks.of(value, module, looks, spec, hidden)
             promised.look = look
@@ -162,22 +162,21 @@ class Loop:
         if function.is_in_place and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
         leaves, spec = tree_flatten((args, kwargs))
-        looks = [Look(x) if self._is_hidden(leaf) else leaf for leaf, x in self._looks(leaves)]
-        whole = function.whole(*tree_unflatten(looks, spec))
-        if whole is None:
-            raise refusal(func)
-        result = _on_meta(func, function, looks, spec)
-        if not result.ndim or result.shape[0] != self.hidden.shape[0]:
-            raise refusal(func)
-        given = tuple(self._given(leaf, len(self.notes.parts), whole) for leaf in leaves)
+        looks = [self._look(_promised_of(leaf)) for leaf in leaves]
+        hidden = tuple(i for i, leaf in enumerate(leaves) if self._is_hidden(leaf))
+        whole, result, is_shared = self.looks.applied(
+            *(func, function, looks, hidden, spec, self.hidden.shape[0])
+        )
+        given = tuple(
+            self._given(leaf, len(self.notes.parts), i in whole) for i, leaf in enumerate(leaves)
+        )
         value = self.notes.function(function.name, spec, given)
         first = args[0] if args else None
         if not function.is_in_place:
             promise = self._promising(value, result)
-            if function.is_view:
-                promise._promised.is_shared = True
-                if is_promise(first):
-                    first._promised.is_shared = True
+            if is_shared:
+                for one in (promise, *filter(is_promise, leaves)):
+                    one._promised.is_shared = True
             return promise
         if not is_promise(first) or first._promised.is_shared:
             raise refusal(func, " Write x = x + y for x += y.")
@@ -225,17 +224,13 @@ class Loop:
         return INPUT if is_first and any(leaf is self.hidden for leaf in leaves) else None
 
     def _stands_for(self, leaf: Any, value: Value) -> bool:
-        """Whether what was kept of an argument stands for a value."""
-        if type(leaf) is Promised:
-            return bool(leaf.value == value)
+        """Whether an argument stands for a value."""
+        if is_promise(leaf):
+            return bool(leaf._promised.value == value)
         return leaf is self.hidden and value == INPUT
 
     def _is_hidden(self, leaf: Any) -> bool:
         return is_promise(leaf) or leaf is self.hidden
-
-    def _looks(self, leaves: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Leaves, with tensors on the meta device that look as they do."""
-        return [(leaf, self._look(_promised_of(leaf))) for leaf in leaves]
 
     def _look(self, leaf: Any) -> Any:
         """A tensor on the meta device that looks as one does; what is no tensor stays."""
@@ -248,13 +243,13 @@ class Loop:
         self._promises.append(weakref.ref(promise))
         return promise
 
-    def _given(self, leaf: Any, index: int, whole: set[int] | None = None) -> Given:
+    def _given(self, leaf: Any, index: int, is_whole: bool = False) -> Given:
         """How an argument is noted: tensors once, whichever blocks they are for.
 
         Args:
             leaf: It.
             index: Of the block that is called, or will be.
-            whole: The ``id`` of tensors that are the same for all samples; None: it isn't known.
+            is_whole: Whether it is known to be the same for all samples, if it is a tensor.
         """
         if type(leaf) is Beside and leaf.of is self.token:
             return Given(value=leaf.value)
@@ -267,7 +262,6 @@ class Loop:
         if leaf is self.hidden:
             return Given(value=INPUT)
         if isinstance(leaf, Tensor):
-            is_whole = whole is not None and id(leaf) in whole
             for i, (known, is_known_whole) in enumerate(self._tensors):
                 if known is leaf and is_known_whole == is_whole:
                     return Given(i)
@@ -284,21 +278,6 @@ class Loop:
 
 def _promised_of(leaf: Any) -> Any:
     return leaf._promised if is_promise(leaf) else leaf
-
-
-def _on_meta(func: Any, function: Function, leaves: Sequence[Any], spec: TreeSpec) -> Tensor:
-    """What a function gives, without values."""
-    looks = [leaf.tensor if isinstance(leaf, Look) else leaf for leaf in leaves]
-    looks = [on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in looks]
-    args, kwargs = tree_unflatten(looks, spec)
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
-        try:
-            result = function.run(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise refusal(func, f" ({error})") from error
-    if not isinstance(result, Tensor):
-        raise refusal(func)
-    return result
 
 
 def _modes(hidden: Any) -> tuple[Any, ...]:

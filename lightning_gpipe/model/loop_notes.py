@@ -156,20 +156,31 @@ class LoopNotes:
         """The values that the model may use behind the last block, as far as the loop tells.
 
         Those that it has kept for longer than a pass, and those of the last pass that stand where
-        others stand that it has used after the next block, or has kept.
+        others stand that it has used after the next block, or has kept, one or two passes before:
+        blocks may be of two kinds in turn.
 
         Args:
             alive: What the model has kept.
         """
         alive, last = set(alive), len(self.parts) - 1
         found = {v for v in alive if v.block < last - 1}
-        end = self._place(last - 1)
         for value in alive - found:
             before = value.before()
-            is_main = value == self.mains[last] and end in self._used[self.mains[last - 1]]
-            if is_main or end in self._used[before] or before in alive:
+            if before in alive or any(self._is_used_like(value, passes) for passes in (1, 2)):
                 found.add(value)
         return sorted(found)
+
+    def _is_used_like(self, value: Value, passes: int) -> bool:
+        """Whether what stood in the place of a value, so many passes before, was used after all.
+
+        That is, by functions after the last call of the pass.
+        """
+        last = len(self.parts) - 1
+        if passes > last:
+            return False
+        end, before = self._place(last - passes), value._replace(block=value.block - passes)
+        is_main = value == self.mains[last] and end in self._used[self.mains[last - passes]]
+        return is_main or end in self._used[before]
 
     def compiled(self, wanted: list[Value]) -> tuple[BlockCall, ...]:
         """What each stage does, without what nobody needs.

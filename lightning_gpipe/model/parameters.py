@@ -94,7 +94,8 @@ class Slot:
                 f"Can't move the parameter {self.names[0]} between stages, because something holds"
                 f" a weak reference to it or to its graph ({error}). Drop graphs and weak"
                 " references to the model before the Trainer runs. PyTorch's profiler holds some"
-                " with with_stack=True: leave that out, or use step='mini-batch'."
+                " with with_stack=True: leave that out, or use step='mini-batch'. Loops over blocks"
+                " can't use their weights between two of them: write that into a block."
             ) from error
 
     def withhold(self, holder: Holder) -> None:

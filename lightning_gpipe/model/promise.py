@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _UNCALLABLE = (nn.ModuleList, nn.ModuleDict)
 
@@ -24,6 +25,18 @@ CONDITION = (
     " this list isn't the one to cut, such as that of embeddings or heads, name another:"
     " GPipeStrategy(backbone='...')."
 )
+
+
+class _OfClass(type):
+    """The class of stand-ins for blocks of a class, to which it is equal."""
+
+    of: type
+
+    def __eq__(cls, other: object) -> bool:
+        return cls.of is (other.of if isinstance(other, _OfClass) else other)
+
+    def __hash__(cls) -> int:
+        return hash(cls.of)
 
 
 class StandIn:
@@ -133,9 +146,19 @@ def stand_in(
         call: Called with the arguments in its place.
         part: Gives what stands in for a part of one that can't be called itself.
     """
-    if not hasattr(type(block), "__iter__"):
-        return StandIn(block, call)
-    return ContainerStandIn(block, call, part if type(block) in _UNCALLABLE else None)
+    kind: Any = type(block)
+    if not hasattr(kind, "__iter__"):
+        made: StandIn = _class_of(StandIn, kind)(block, call)
+        return made
+    made = _class_of(ContainerStandIn, kind)(block, call, part if kind in _UNCALLABLE else None)
+    return made
+
+
+@cache
+def _class_of(base: type[StandIn], kind: type) -> Any:
+    """The class of stand-ins for blocks of a class: models may look at its name."""
+    names = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return _OfClass(kind.__name__, (base,), {**names, "of": kind})
 
 
 class Unknown:
@@ -149,7 +172,7 @@ class Unknown:
             "What a block returns beside its hidden state was used, which isn't known before the"
             " last block is called: such as the state of an LSTM, or a part of the loss. It can be"
             " given to later blocks, which may add to it and hand it on, and it is known from the"
-            f" last one. {CONDITION}"
+            f" last one, where its first dimension is the batch's. {CONDITION}"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -237,8 +260,7 @@ class Promise(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = with_known((args, kwargs or {}))
-        promise = first_promise(args, kwargs)
+        args, kwargs, promise = with_known(args, kwargs or {})
         if promise is None:
             return func(*args, **kwargs)
         promised = promise._promised
@@ -253,24 +275,24 @@ class Promise(Tensor):
         return func(look, *args[1:], **kwargs)
 
 
-def with_known(value: Any) -> Any:
-    """The same with what is known by now in place of promises."""
-
-    def known(leaf: Any) -> Any:
-        found = leaf._promised.known if is_promise(leaf) else None
-        return leaf if found is None else found
-
-    return tree_map(known, value)
+def with_known(args: Any, kwargs: Any) -> tuple[Any, Any, Promise | None]:
+    """Arguments with what is known by now in place of promises, and the first promise left."""
+    leaves, spec = tree_flatten((args, kwargs))
+    first, is_changed = None, False
+    for i, leaf in enumerate(leaves):
+        if is_promise(leaf):
+            if leaf._promised.known is not None:
+                leaves[i], is_changed = leaf._promised.known, True
+            elif first is None:
+                first = leaf
+    if is_changed:
+        args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs, first
 
 
 def is_promise(value: object) -> TypeGuard[Promise]:
     """Whether something is a promise; other stand-ins don't tell."""
-    return issubclass(type(value), Promise)
-
-
-def first_promise(*values: Any) -> Promise | None:
-    """The first promise among values."""
-    return next(filter(is_promise, tree_leaves(values)), None)
+    return type(value) is Promise
 
 
 def refusal(func: Any, because: str = "") -> RuntimeError:

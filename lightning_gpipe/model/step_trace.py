@@ -27,7 +27,7 @@ from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.numbered import Numbered
 from lightning_gpipe.model.outlines import Outlines
-from lightning_gpipe.model.promise import Promise, first_promise, with_known
+from lightning_gpipe.model.promise import Promise, with_known
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.redirect import is_transforming
 from lightning_gpipe.model.remote import (
@@ -222,8 +222,8 @@ class StepTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if Promise in types:
-            args, kwargs = with_known((args, kwargs))
-            if first_promise(args, kwargs) is not None:
+            args, kwargs, promise = with_known(args, kwargs)
+            if promise is not None:
                 return Promise.__torch_function__(func, types, args, kwargs)
         if is_metadata(func):
             return read_metadata(func, args, kwargs)
