@@ -291,6 +291,12 @@ class Asks(Loop):
         return made if block is self.blocks[-1] else F.relu(made)
 
 
+class AsksSequence(Asks):
+    def build(self) -> None:
+        super().build()
+        self.blocks: Any = nn.Sequential(*self.blocks)
+
+
 class SharedNorms(Parts):
     """Calls a part of a block twice with the same."""
 
@@ -500,6 +506,9 @@ WORK = (
         NamedParts,
         NestedParts,
         CollectedParts,
+        SharedNorms,
+        Asks,
+        AsksSequence,
     ),
 )
 

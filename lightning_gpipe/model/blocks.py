@@ -75,7 +75,7 @@ class Listening(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         listener, layers = self._listener, self._modules.values()
-        return iter(layers) if listener is None else iter(self._stand_ins(listener))
+        return iter(layers) if listener is None else listener.loop_over(self._stand_ins(listener))
 
     def __getitem__(self, index: Any) -> Any:
         if self._listener is None or self._gives_layers(self._listener):
@@ -139,7 +139,7 @@ class Sequential(Listening, nn.Sequential):
         return super().__getitem__(index)
 
     def _gives_layers(self, listener: _Listener) -> bool:
-        return listener.is_alone
+        return listener.is_alone and not listener.is_looped_over  # by which loops tell blocks apart
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
@@ -160,12 +160,26 @@ class _Listener:
         self._run, self._as_written, self.is_alone = run, as_written, is_alone
         self._looks = Looks(as_written)
         self._loop: Loop | None = None
+        self._loops = 0
         self._stand_ins: dict[tuple[int, str], StandIn] = {}
         self._returns: dict[str, _Returns] = {}  # by the part
         self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoneType, ()
+
+    @property
+    def is_looped_over(self) -> bool:
+        """Whether a loop over the blocks runs."""
+        return self._loops > 0
+
+    def loop_over(self, stand_ins: Iterable[Any]) -> Iterator[Any]:
+        """What a loop meets."""
+        self._loops += 1
+        try:
+            yield from stand_ins
+        finally:
+            self._loops -= 1
 
     def runs(self, run: RunBlocks, is_alone: bool) -> bool:
         """Whether it lets the same run the blocks."""
