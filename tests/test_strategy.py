@@ -364,8 +364,6 @@ def test_a_script_with_a_smaller_run_before_is_refused(tmp_path: Path) -> None:
 
 
 class CountsValidations(models.Module):
-    late = False
-
     def on_train_start(self) -> None:
         self.validations = 0
         if self.global_rank:

@@ -19,13 +19,13 @@ class Look:
     """Stands for a hidden state in the arguments of a function.
 
     Args:
-        tensor: Looks as it does: ``[batch, …]`` on the meta device.
+        ndim: The number of its dimensions, ``[batch, …]``.
     """
 
-    __slots__ = ("ndim", "tensor")
+    __slots__ = ("ndim",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.ndim = tensor, tensor.ndim
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
 
 
 #: Whether a call works sample by sample: its positional and its other arguments.
@@ -34,23 +34,8 @@ _Check: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 _ELEMENTWISE = (
     *("abs", "add", "addcdiv", "addcmul", "alpha_dropout", "atan", "ceil", "celu", "clamp"),
     *("clamp_max", "clamp_min", "clip", "clone", "cos", "div", "divide", "dropout", "elu", "eq"),
-    *(
-        "erf",
-        "exp",
-        "expm1",
-        "floor",
-        "ge",
-        "gelu",
-        "gt",
-        "le",
-        "logical_not",
-        "lt",
-        "ne",
-        "hardshrink",
-        "hardsigmoid",
-        "hardswish",
-        "hardtanh",
-    ),
+    *("erf", "exp", "expm1", "floor", "ge", "gelu", "gt", "hardshrink", "hardsigmoid", "hardswish"),
+    *("hardtanh", "le", "logical_not", "lt", "ne"),
     *("leaky_relu", "lerp", "log", "log1p", "log2", "logsigmoid", "masked_fill", "maximum"),
     *("minimum", "mish", "mul", "multiply", "nan_to_num", "neg", "negative", "pow", "reciprocal"),
     *("relu", "relu6", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin"),
@@ -94,7 +79,7 @@ class Function:
         ndim = hidden[0].ndim
         if kwargs.get("out") is not None or any(t.ndim != ndim for t in hidden):
             return None
-        if self.check is not None and not self.check(args, kwargs):
+        if self.check is not None and not (args and self.check(args, kwargs)):
             return None
         if self.name in _OF_ROWS:
             return set() if all(t.ndim == ndim for t in others) else None

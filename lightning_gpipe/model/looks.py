@@ -140,7 +140,7 @@ def _applied(
     func: Any, function: Function, leaves: Sequence[Any], hidden: Sequence[int], spec: TreeSpec
 ) -> tuple[set[int], Tensor, bool]:
     """See :meth:`Looks.applied`."""
-    looks = [Look(leaf) if i in hidden else leaf for i, leaf in enumerate(leaves)]
+    looks = [Look(leaf.ndim) if i in hidden else leaf for i, leaf in enumerate(leaves)]
     whole = function.whole(*tree_unflatten(looks, spec))
     if whole is None:
         raise refusal(func)

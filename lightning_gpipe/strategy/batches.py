@@ -199,8 +199,8 @@ def _check_ragged(batch: Any) -> None:
             continue
         own = tensors_of(item)
         lengths = {len(t) if t.ndim else 0 for t in item if isinstance(t, Tensor)}
-        entries = (t for t in _entries(batch) if isinstance(t, Tensor))  # not another loader's
-        others = {len(t) for t in entries if t.ndim}
+        entries = (e for e in _entries(batch) if isinstance(e, (Tensor, Mapping)))
+        others = {len(t) for e in entries for t in tensors_of(e) if t.ndim}  # of no other loader
         tells_length = first is not None and _is_in(first, own) and len(item) in others - lengths
         has_mapping = bool(own) and any(isinstance(part, Mapping) for part in item)
         if len(lengths) > 1 or tells_length or has_mapping:

@@ -50,7 +50,7 @@ class BatchSizes:
     """
 
     def __init__(self) -> None:
-        self._samples = 0  # in the largest mini-batch
+        self._largest: dict[str, int] = {}  # samples of a mini-batch, by what is logged
         self._seen: dict[str, tuple[float, int, float]] = {}
 
     def of_mini_batch(self, name: str, sizes: Sequence[float], samples: Sequence[int]) -> int:
@@ -62,14 +62,14 @@ class BatchSizes:
             samples: How many each has.
         """
         whole, size = sum(sizes), sizes[0]
-        self._samples = max(self._samples, sum(samples))
+        self._largest[name] = most = max(self._largest.get(name, 0), sum(samples))
         if len(set(sizes)) > 1:
             return int(whole)
         before, had, counted = self._seen.get(name, (size, samples[0], whole))
         if before != size:
             before, had, counted = size, samples[0], whole
         self._seen[name] = before, had, counted
-        is_constant = size == self._samples or any(one != had for one in samples)
+        is_constant = size == most or any(one != had for one in samples)
         return int(counted if is_constant else whole)
 
 
