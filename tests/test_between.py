@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.model import between
+from lightning_gpipe.model.sample_wise import Look
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import RankError, run_ranks
@@ -294,6 +294,207 @@ class AsksSequence(Asks):
         self.blocks: Any = nn.Sequential(*self.blocks)
 
 
+class Rows(Loop):
+    """Blocks that return something with a row for each sample beside the hidden state."""
+
+    def block(self, i: int) -> nn.Module:
+        return Coupling(WIDTH, WIDTH)
+
+
+class Coupling(nn.Linear):
+    """Of a normalizing flow: returns the logarithm of a determinant, too."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        scale = super().forward(hidden).tanh()
+        return hidden * scale.exp() + 1, scale.sum(1)
+
+
+class Flow(Rows):
+    """Adds up numbers of each sample, from nought; as many samples as it is wide."""
+
+    samples = WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.before(x), 0
+        for block in self.blocks:
+            hidden, part = block(hidden)
+            total = total + part
+        return self.head(hidden) - total.unsqueeze(1)
+
+
+class FlowFromZeros(Rows):
+    """The same in place, with a term for the hidden state, and all parts kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total, parts = self.before(x), x.new_zeros(x.shape[0]), []
+        for i, block in enumerate(self.blocks):
+            hidden, part = block(hidden)
+            assert part.shape == x.shape[:1]
+            total = total + part
+            total += (hidden if i else hidden * 2).square().mean(-1)
+            parts.append(part)
+        return self.head(hidden) + (total + torch.stack(parts, 1).mean(1))[:, None]
+
+
+class Backcasts(Loop):
+    """Subtracts what each block explains, and adds up what it forecasts, of another width."""
+
+    def block(self, i: int) -> nn.Module:
+        return Backcast(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, forecast = self.before(x), None
+        for block in self.blocks:
+            backcast, part = block(hidden)
+            hidden = hidden - backcast
+            forecast = part if forecast is None else forecast + part
+        return self.head(torch.cat([hidden, hidden], 1)) + forecast.repeat(1, 2)
+
+    def build(self) -> None:
+        super().build()
+        self.head = nn.Linear(2 * WIDTH, WIDTH)
+
+
+class Backcast(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return made[:, :WIDTH], made[:, WIDTH::2]
+
+
+class Skips(Loop):
+    """Skip connections of a stack of convolutions, into one sum."""
+
+    def build(self) -> None:
+        super().build()
+        self.channels = nn.Conv1d(1, 4, 1)
+        self.last = nn.Conv1d(3, 1, 1)
+
+    def block(self, i: int) -> nn.Module:
+        return Dilated(i)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, skips = self.channels(x.unsqueeze(1)), 0.0
+        for block in self.blocks:
+            hidden, skip = block(F.dropout(hidden, 0.0, self.training))
+            skips = skips + skip[..., -WIDTH:]
+        return self.last(F.relu(skips)).squeeze(1)
+
+
+class Dilated(nn.Module):
+    def __init__(self, i: int) -> None:
+        super().__init__()
+        self.gated = nn.Conv1d(4, 8, 2, dilation=i + 1)
+        self.residual, self.skip = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 3, 1)
+
+    def forward(self, hidden: Tensor) -> Any:
+        made = F.glu(self.gated(F.pad(hidden, (self.gated.dilation[0], 0))), 1)
+        return hidden + self.residual(made), self.skip(made)
+
+
+class Maps(Loop):
+    """Keeps what blocks return besides, and asks whether there is something."""
+
+    maps = True
+
+    def block(self, i: int) -> nn.Module:
+        return Attends(WIDTH, WIDTH, self.maps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.before(x), ()
+        for block in self.blocks:
+            outputs = block(hidden)
+            hidden = outputs[0]
+            if outputs[1] is not None:
+                found += (outputs[1],)
+        return self.head(hidden) + (torch.stack(found).mean((0, 2)) if found else 0)
+
+
+class Attends(nn.Linear):
+    def __init__(self, wide: int, width: int, maps: bool) -> None:
+        super().__init__(wide, width)
+        self.maps = maps
+
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        maps = (made.unsqueeze(1) * hidden.unsqueeze(2)).softmax(-1)
+        return made, (maps.transpose(1, 2) if self.maps else None)
+
+
+class NoMaps(Maps):
+    maps = False
+
+
+class InTraining(Rows):
+    """Blocks that return more in training."""
+
+    def block(self, i: int) -> nn.Module:
+        return Auxiliary(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.before(x), 0
+        for block in self.blocks:
+            if self.training:
+                hidden, part = block(hidden)
+                total = total + part
+            else:
+                hidden = block(hidden)
+        return self.head(hidden + total)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+class Auxiliary(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return (made, made[:, :1].square()) if self.training else made
+
+
+class Shapes(Loop):
+    """Gives hidden states other shapes, by sizes that are read; pieces and parts of them."""
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x).view(x.size(0), 2, -1)
+        for block in self.blocks:
+            made = block(hidden)
+            n, channels, length = made.shape
+            first, second = made.reshape(n, channels * length).chunk(2, dim=-1)
+            one, other = made.unbind(1)
+            kept, _ = torch.split(made, [1, length - 1], 2)
+            hidden = torch.stack((first * torch.sigmoid(other), second + one), 1)
+            hidden = hidden + kept.expand(n, -1, length) + made[:, :, 1:2].contiguous()
+            hidden = F.avg_pool1d(F.interpolate(hidden, scale_factor=2), 2).double()
+        return self.head(hidden.flatten(1))
+
+
+class KeepsStates(Loop):
+    """Hands what a block has returned to the next one, in the next step."""
+
+    def block(self, i: int) -> nn.Module:
+        return Stateful(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, states = self.before(x), []
+        for i, block in enumerate(self.blocks):
+            before = self.__dict__.get("states")
+            hidden, state = block(hidden, before[i].detach() if before else None)
+            states.append(state)
+        object.__setattr__(self, "states", states)
+        return self.head(hidden)
+
+
+class Stateful(nn.Linear):
+    def forward(self, hidden: Tensor, state: Any) -> Any:
+        made = super().forward(hidden if state is None else hidden + state)
+        return made, made * 2
+
+
 class SharedNorms(Parts):
     """Calls a part of a block twice with the same."""
 
@@ -402,25 +603,70 @@ class Shared(Loop):
         return torch.relu_(made) + hidden if i else made
 
 
-class Stateful(nn.Linear):
-    def forward(self, hidden: Tensor, state: Any) -> Any:
-        made = super().forward(hidden if state is None else hidden + state)
-        return made, made * 2
-
-
-class KeepsStates(Loop):
-    """Hands what a block has returned to the next one, in the next step."""
+class Scalars(Rows):
+    """A part of the loss that is one number."""
 
     def block(self, i: int) -> nn.Module:
-        return Stateful(WIDTH, WIDTH)
+        return Balanced(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, states = self.before(x), [None]
-        for i, block in enumerate(self.blocks):
-            hidden, state = block(hidden, getattr(self, "states", [None] * self.count)[i])
-            states.append(state)
-        object.__setattr__(self, "states", states)
+        hidden, total = self.before(x), 0
+        for block in self.blocks:
+            hidden, part = block(hidden)
+            total = total + part
+        return self.head(hidden) + total
+
+
+class Balanced(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return made, made.square().mean()
+
+
+class PerSamples(Scalars):
+    """As many numbers as samples, which aren't theirs."""
+
+    def block(self, i: int) -> nn.Module:
+        return Mixed(WIDTH, WIDTH)
+
+
+class Mixed(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return made, made.mean() * torch.arange(8.0).double().unsqueeze(1)
+
+
+class Lists(Scalars):
+    """As many numbers as a layer is wide."""
+
+    def block(self, i: int) -> nn.Module:
+        return Counted(WIDTH, WIDTH)
+
+
+class Counted(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return made, made.mean(0)
+
+
+class Changing(Rows):
+    """Returns something else where the values are known."""
+
+    def block(self, i: int) -> nn.Module:
+        return Changed(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks:
+            hidden, part = block(hidden)
+            if part is not None:
+                hidden = hidden + part
         return self.head(hidden)
+
+
+class Changed(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden), None if hidden.is_meta else hidden.exp()
 
 
 class KeepsLast(Loop):
@@ -507,7 +753,9 @@ WORK = (
         Asks,
         AsksSequence,
     ),
+    *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, KeepsStates),
 )
+OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 
 
 def trained(kinds: Any, stages: int, step: Any) -> dict[str, Any]:
@@ -534,8 +782,8 @@ def plain() -> dict[str, Any]:
 )
 def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain: Any) -> None:
     kinds = [kind for kind in WORK if kind.count >= stages]
-    if step == "micro-batch":  # whose step before is that of another micro-batch
-        kinds.remove(Remembers)
+    if step == "micro-batch":
+        kinds = [kind for kind in kinds if kind not in OF_STEPS_BEFORE]
     for found in run_ranks(trained, stages, kinds, stages, step)[:1]:
         for name, state in found.items():
             torch.testing.assert_close(
@@ -559,7 +807,7 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
         (DropsNothing, "'add_' uses the hidden state between two blocks"),
         (Probes, "uses a hidden state of a block that isn't the last one"),
-        (KeepsStates, "What a block returns beside its hidden state was used"),
+        (Changing, r"Block 0 returned something of shape \[\d, 6\], not None, as it was expected"),
         (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
@@ -568,6 +816,29 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
 def test_what_could_not_be_right_is_refused(kind: Any, message: str, step: Any) -> None:
     with pytest.raises(RuntimeError, match=message):
         trained([kind], 1, step)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_numbers_of_a_micro_batch_are_those_of_its_step(stages: int) -> None:
+    """And the mini-batch's, whose losses are means."""
+    torch.manual_seed(2)
+    expected = train(Scalars(), max_steps=4)
+    found = run_ranks(trained, stages, [Scalars], stages, "micro-batch")[0]["Scalars"]
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Scalars, "is a tensor without dimensions that is computed of a micro-batch"),
+        (PerSamples, r"returned something of shape \[8, 1\], not \[3, 1\], as it was expected"),
+        (Lists, "What a block returns beside its hidden state was used"),
+    ],
+)
+def test_what_is_not_of_samples_is_refused(kind: Any, message: str) -> None:
+    """In a mini-batch's step."""
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        trained([kind], 1, "mini-batch")
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -584,63 +855,121 @@ def test_it_is_refused_on_several_stages() -> None:
 
 
 SHAPE = 4, 3, 6
+#: Of hidden states for functions that need another one.
+SHAPES: dict[str, tuple[int, ...]] = {"2d": (4, 4, 5, 6), "3d": (4, 3, 4, 4, 5)}
 
 #: Arguments of functions that need more than a hidden state; ``...`` stands for one.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("addcdiv", "addcmul"), (..., ..., ...)),
+    **dict.fromkeys(("addcdiv", "addcmul", "scaled_dot_product_attention"), (..., ..., ...)),
     **dict.fromkeys(("clamp", "clip"), (..., -0.5, 0.5)),
-    **dict.fromkeys(("clamp_max", "clamp_min"), (..., 0.1)),
+    **dict.fromkeys(("clamp_max", "clamp_min", "full_like"), (..., 0.1)),
     **dict.fromkeys(("alpha_dropout", "dropout"), (..., 0.5, False)),
-    **dict.fromkeys(("softmax", "log_softmax", "mean", "sum", "unsqueeze"), (..., -1)),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), (..., 0.5, False)),
+    **dict.fromkeys(("softmax", "log_softmax", "mean", "sum", "unsqueeze", "amax"), (..., -1)),
+    **dict.fromkeys(("all", "amin", "any", "argmax", "argmin", "cumprod", "softmin"), (..., -1)),
+    **dict.fromkeys(("cumsum", "logsumexp", "prod", "std", "var", "flip", "squeeze"), (..., 1)),
     **dict.fromkeys(("layer_norm", "rms_norm"), (..., SHAPE[1:])),
+    **dict.fromkeys(("norm", "repeat_interleave"), (..., 2, 1)),
+    **dict.fromkeys(("movedim", "moveaxis", "swapaxes", "swapdims", "transpose"), (..., 1, 2)),
+    **dict.fromkeys(("reshape", "view"), (..., 4, -1)),
+    **{f"{kind}avg_pool{n}d": (..., 2) for n in (1, 2, 3) for kind in ("", "adaptive_")},
+    **{f"{kind}max_pool{n}d": (..., 2) for n in (1, 2, 3) for kind in ("", "adaptive_")},
+    **{f"conv{n}d": (..., torch.ones(2, (3, 4, 3)[n - 1], *[2] * n).double()) for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": (..., torch.ones((3, 4, 3)[n - 1], 2, *[2] * n).double())
+        for n in (1, 2, 3)
+    },
+    "__getitem__": (..., (slice(None), None, 1, slice(1, None))),
     "cat": ((..., ...), 1),
+    "einsum": ("bij,bkj->bik", ..., ...),
+    "expand": (..., -1, 3, 6),
     "flatten": (..., 1),
     "group_norm": (..., 3),
+    "interpolate": (..., 9),
     "lerp": (..., ..., 0.3),
     "linear": (..., torch.ones(2, 6).double()),
     "masked_fill": (..., torch.arange(72).reshape(SHAPE) > 30, 0.0),
     "matmul": (..., torch.ones(6, 2).double()),
+    "narrow": (..., 2, 1, 3),
+    "pad": (..., (1, 2)),
     "permute": (..., (0, 2, 1)),
+    "pixel_shuffle": (..., 2),
+    "pixel_unshuffle": (..., 2),
+    "prelu": (..., torch.ones(3).double()),
+    "repeat": (..., 1, 2, 1),
+    "roll": (..., 1, 2),
+    "select": (..., 1, 2),
     "stack": ((..., ...), 2),
+    "torch.flip": (..., (1,)),
+    "torch.reshape": (..., (4, -1)),
     "Tensor.where": (..., torch.arange(72).reshape(SHAPE) > 30, ...),
     "threshold": (..., 0.1, 0.0),
-    "transpose": (..., 1, 2),
+    "to": (..., torch.float32),
+    "unflatten": (..., 2, (2, 3)),
     "where": (torch.arange(72).reshape(SHAPE) > 30, ..., ...),
 }
 _BINARY = {
-    *("add", "div", "divide", "eq", "ge", "gt", "le", "lt", "maximum", "minimum", "mul", "ne"),
-    *("multiply", "pow", "rsub", "sub", "subtract", "true_divide"),
-    *("__rsub__", "__rdiv__", "__rpow__", "__rtruediv__"),
+    *("add", "atan2", "bmm", "cosine_similarity", "div", "divide", "eq", "floor_divide", "fmod"),
+    *("ge", "gt", "le", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "maximum"),
+    *("minimum", "mul", "multiply", "ne", "pow", "remainder", "reshape_as", "rsub", "sub"),
+    *("subtract", "true_divide", "type_as", "view_as"),
+    *("__and__", "__floordiv__", "__or__", "__rdiv__", "__rfloordiv__", "__rpow__", "__rsub__"),
+    *("__rtruediv__", "__xor__"),
 }
+_OF_BITS = {"__and__", "__invert__", "__or__", "__xor__", "bitwise_not"}
+_RANDOM = {"rand_like", "randn_like"}
+
+
+def given_to(name: str) -> tuple[Any, ...]:
+    last = name.rpartition(".")[2]
+    by_default = (..., ...) if last in _BINARY else (...,)
+    return ARGUMENTS.get(name) or ARGUMENTS.get(last, by_default)
+
+
+def filled(given: Any, hidden: Any) -> Any:
+    """Arguments with hidden states in their places."""
+    tensors = iter(hidden)
+
+    def one(argument: Any) -> Any:
+        return next(tensors) if argument is ... else argument
+
+    return [tuple(map(one, a)) if isinstance(a, tuple) else one(a) for a in given]
 
 
 @pytest.mark.parametrize("function", between._NAMED.values(), ids=lambda function: function.name)
 def test_a_function_gives_of_a_sample_what_it_gives_of_a_batch(function: Any) -> None:
     """Each that may stand between two blocks."""
-    name = function.name.rpartition(".")[2]
-    given = ARGUMENTS.get(function.name) or ARGUMENTS.get(
-        name, (..., ...) if name in _BINARY else (...,)
-    )
     torch.manual_seed(0)
-    hidden = [torch.rand(SHAPE, dtype=torch.double) for _ in range(3)]
+    name = function.name.rpartition(".")[2]
+    square = (4, 3, 3) if name == "bmm" else SHAPE
+    shape = SHAPES["2d"] if name.startswith("pixel") else SHAPES.get(name[-2:], square)
+    if name == "pixel_unshuffle":
+        shape = 4, 4, 6, 6
+    hidden = [torch.rand(shape, dtype=torch.double) for _ in range(3)]
+    if name in _OF_BITS:
+        hidden = [(10 * t).long() for t in hidden]
+    given = given_to(function.name)
 
-    def filled(samples: slice, look: bool = False) -> Any:
-        tensors = iter(hidden)
+    def of(samples: slice) -> Any:
+        """What it is given of some samples."""
+        of_each = (
+            a[samples] if isinstance(a, Tensor) and a.shape == shape else a
+            for a in filled(given, [t[samples] for t in hidden])
+        )
+        return list(of_each)
 
-        def one(argument: Any) -> Any:
-            if argument is ...:
-                tensor = next(tensors)[samples]
-                return between.Look(tensor.ndim) if look else tensor
-            is_each = isinstance(argument, Tensor) and argument.shape == SHAPE
-            return argument[samples] if is_each else argument
-
-        return [tuple(map(one, a)) if isinstance(a, tuple) else one(a) for a in given]
-
-    whole = function.whole(filled(slice(None), look=True), {})
-    assert whole is not None
-    made = function.run(*filled(slice(None)))
-    parts = [function.run(*filled(slice(i, i + 1))) for i in range(SHAPE[0])]
-    torch.testing.assert_close(torch.cat(parts), made)
+    assert function.whole(filled(given, [Look(len(shape))] * 3), {}) is not None
+    made, parts = function.run(*of(slice(None))), []
+    for i in range(len(made)):
+        args = of(slice(i, i + 1))
+        if function.of_samples:
+            parts.append(between.run_function(function.of_samples, (args[0], made.shape[1:]), {}))
+        else:
+            parts.append(function.run(*args))
+    if name in _RANDOM:
+        assert made.shape == shape
+    else:
+        torch.testing.assert_close(torch.cat(parts), made, atol=0, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -665,26 +994,80 @@ def test_a_function_gives_of_a_sample_what_it_gives_of_a_batch(function: Any) ->
         ("functional.glu", (..., 0)),
         ("functional.layer_norm", (..., SHAPE)),
         ("functional.linear", (torch.ones(2, 6), ...)),
-        ("Tensor.matmul", (..., ...)),
         ("Tensor.matmul", (..., torch.ones(SHAPE[0], 6, 6))),
         ("Tensor.add", (..., torch.ones(2, *SHAPE))),
+        ("Tensor.__getitem__", (..., 0)),
+        ("Tensor.__getitem__", (..., slice(1, None))),
+        ("Tensor.__getitem__", (..., None)),
+        ("Tensor.__getitem__", (..., (None, slice(None)))),
+        ("Tensor.__getitem__", (..., (slice(None, None, 2), 1))),
+        ("Tensor.__getitem__", (..., (slice(None), torch.ones(3).long(), 1))),
+        ("Tensor.__getitem__", (..., (slice(None), torch.ones(3, 6).bool()))),
+        ("Tensor.__getitem__", (..., (slice(None), True))),
+        ("Tensor.__getitem__", (..., (Ellipsis, 1, 1, 1))),
+        ("Tensor.argmax", (...,)),
+        ("Tensor.cumsum", (..., 0)),
+        ("Tensor.std", (..., True)),
+        ("Tensor.norm", (...,)),
+        ("Tensor.flip", (..., 1, 0)),
+        ("Tensor.roll", (..., 1)),
+        ("Tensor.roll", (..., 1, 0)),
+        ("Tensor.squeeze", (...,)),
+        ("Tensor.repeat", (..., 2, 1, 1)),
+        ("Tensor.repeat", (..., 1, 1, 1, 1)),
+        ("Tensor.repeat_interleave", (..., 2)),
+        ("Tensor.repeat_interleave", (..., 2, 0)),
+        ("Tensor.expand", (..., 2, -1, -1, -1)),
+        ("Tensor.view", (..., torch.int32)),
+        ("Tensor.movedim", (..., 0, 1)),
+        ("Tensor.swapaxes", (..., -3, 1)),
+        ("Tensor.to", (..., torch.device("cpu"))),
+        ("Tensor.to", (..., "cpu")),
+        ("torch.cosine_similarity", (..., ..., 0)),
+        ("torch.cosine_similarity", (..., torch.ones(SHAPE))),
+        ("torch.einsum", ("bij,bij->ij", ..., ...)),
+        ("torch.einsum", ("bij,bkj->ibk", ..., ...)),
+        ("torch.einsum", ("bij,ajk->bik", ..., ...)),
+        ("torch.einsum", ("bij,bjk->bik", ..., torch.ones(SHAPE))),
+        ("torch.einsum", ("bii->", ...)),
+        ("functional.pad", (..., (0, 0, 0, 0, 1, 0))),
+        ("functional.max_pool2d", (..., 2)),  # [channels, height, width]
+        ("functional.conv2d", (..., torch.ones(2, 4, 3, 3))),
+        ("functional.dropout2d", (...,)),
+        ("functional.instance_norm", (..., torch.ones(3), torch.ones(3))),
+        (
+            "functional.scaled_dot_product_attention",
+            (..., ..., ..., torch.ones(SHAPE[0], 3, 3)),
+        ),
     ],
 )
 def test_what_mixes_samples_is_known(name: str, arguments: Any) -> None:
-    look = between.Look(len(SHAPE))
-    given = copy.copy(arguments)
+    def one(argument: Any) -> Any:
+        return Look(len(SHAPE)) if argument is ... else argument
+
+    keeps = name.endswith("__getitem__")  # an index may have an ellipsis
     given = [
-        tuple(look if one is ... else one for one in a)
-        if isinstance(a, tuple) and ... in a
-        else look
-        if a is ...
-        else a
-        for a in given
+        tuple(map(one, a)) if isinstance(a, tuple) and not keeps else one(a) for a in arguments
     ]
     assert between._NAMED[name].whole(given, {}) is None
 
 
+@pytest.mark.parametrize("name", ["bmm", "matmul"])
+def test_a_product_of_two_hidden_states_may_have_a_matrix_for_each_sample(name: str) -> None:
+    function = between._NAMED[f"torch.{name}"]
+    assert function.whole([Look(3), Look(3)], {}) == set()
+    assert function.whole([Look(2), Look(2)], {}) is None
+
+
+def test_an_index_may_take_parts_of_a_sample() -> None:
+    index = between._NAMED["Tensor.__getitem__"].whole
+    numbers = torch.tensor([0, 2])
+    assert index([Look(3), (Ellipsis, 0)], {}) == set()
+    assert index([Look(3), (Ellipsis, None)], {}) == set()
+    assert index([Look(3), (slice(None), numbers)], {}) == {id(numbers)}
+
+
 def test_a_hidden_state_that_is_given_by_name_is_refused() -> None:
-    given = {"input": between.Look(3), "dim": 1}
+    given = {"input": Look(3), "dim": 1}
     assert between._NAMED["torch.softmax"].whole((), given) is None
     assert between._NAMED["torch.transpose"].whole((), {**given, "dim0": 1, "dim1": 2}) is None

@@ -1,50 +1,20 @@
 """What a model's loop may do with hidden states between two blocks: what works sample by sample.
 
-Such a function gives the same for a micro-batch as for the mini-batch that it is a part of, so it
-can run with the block that comes next, on the block's stage.
+Such a function can run with the block that comes next, on the block's stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Look:
-    """Stands for a hidden state in the arguments of a function.
-
-    Args:
-        ndim: The number of its dimensions, ``[batch, …]``.
-    """
-
-    __slots__ = ("ndim",)
-
-    def __init__(self, ndim: int) -> None:
-        self.ndim = ndim
-
-
-#: Whether a call works sample by sample: its positional and its other arguments.
-_Check: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], bool]
-
-_ELEMENTWISE = (
-    *("abs", "add", "addcdiv", "addcmul", "alpha_dropout", "atan", "ceil", "celu", "clamp"),
-    *("clamp_max", "clamp_min", "clip", "clone", "cos", "div", "divide", "dropout", "elu", "eq"),
-    *("erf", "exp", "expm1", "floor", "ge", "gelu", "gt", "hardshrink", "hardsigmoid", "hardswish"),
-    *("hardtanh", "le", "logical_not", "lt", "ne"),
-    *("leaky_relu", "lerp", "log", "log1p", "log2", "logsigmoid", "masked_fill", "maximum"),
-    *("minimum", "mish", "mul", "multiply", "nan_to_num", "neg", "negative", "pow", "reciprocal"),
-    *("relu", "relu6", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin"),
-    *("softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tanh"),
-    *("tanhshrink", "threshold", "true_divide", "where", "__rsub__", "__rdiv__", "__rpow__"),
-    *("__rtruediv__", "ones_like", "zeros_like"),
-)
-#: Functions whose other tensors have a row for each sample, too.
-_OF_ROWS = {"torch.cat", "torch.stack"}
+from lightning_gpipe.model.sample_wise import CHECKS, ELEMENTWISE, OF_ROWS, Check, Look, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +26,15 @@ class Function:
         run: The function.
         check: Whether a call works sample by sample; None: element by element.
         is_in_place: Whether the one that was called changes its first argument; this doesn't.
+        of_samples: The name of a function that does the same, given the shape of a sample of the
+            result in place of the other arguments; empty: it runs as it was called.
     """
 
     name: str
     run: Callable[..., Any]
-    check: _Check | None
+    check: Check | None
     is_in_place: bool = False
+    of_samples: str = ""
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int] | None:
         """Look whether a call works sample by sample.
@@ -73,15 +46,17 @@ class Function:
         Returns:
             The ``id`` of each tensor that is the same for all samples; None: it doesn't.
         """
-        given = _listed((*args, *kwargs.values()))
+        given = listed((*args, *kwargs.values()))
         hidden = [t for t in given if isinstance(t, Look)]
         others = [t for t in given if isinstance(t, Tensor)]
         ndim = hidden[0].ndim
-        if kwargs.get("out") is not None or any(t.ndim != ndim for t in hidden):
+        if kwargs.get("out") is not None:
             return None
         if self.check is not None and not (args and self.check(args, kwargs)):
             return None
-        if self.name in _OF_ROWS:
+        if self.name not in _OF_ANY and any(t.ndim != ndim for t in hidden):
+            return None
+        if self.name in OF_ROWS:
             return set() if all(t.ndim == ndim for t in others) else None
         if self.check is not None:
             return {id(t) for t in others}
@@ -90,126 +65,57 @@ class Function:
         return {id(t) for t in others if t.ndim < ndim}
 
 
-def _listed(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments, and those of lists among them."""
-    return [one for a in arguments for one in (a if isinstance(a, (list, tuple)) else (a,))]
+#: Functions whose hidden states may have unlike numbers of dimensions.
+_OF_ANY = {
+    "torch.einsum",
+    *("Tensor.reshape_as", "Tensor.view_as", "Tensor.to", "Tensor.type_as"),
+}
+#: Functions that are given sizes, of which the batch's is another one in a micro-batch.
+_OF_SHAPES = {
+    **dict.fromkeys(("reshape", "reshape_as", "unflatten", "view", "view_as"), "samples.reshape"),
+    "expand": "samples.expand",
+}
 
+#: Functions of these names that are called otherwise than those of ``torch.nn.functional``.
+_OTHERWISE = {"torch.adaptive_max_pool1d", "torch.instance_norm"}
 
-def _argument(
-    args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None
-) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _not_first(ndim: int, dims: Any) -> bool:
-    """Whether dimensions are given, and the batch's isn't among them."""
-    listed = dims if isinstance(dims, (list, tuple)) else [dims]
-    return bool(listed) and all(type(d) is int and d % max(ndim, 1) for d in listed)
-
-
-def _over(place: int, name: str, default: Any = None) -> _Check:
-    """The check of a function that works along dimensions, but for the batch's."""
-
-    def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        first = _listed(args[:1])[0]
-        dims = _argument(args, kwargs, place, name, default)
-        return isinstance(first, Look) and _not_first(first.ndim, dims)
-
-    return check
-
-
-def _with_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """The check of a layer's function: no dimension of a weight is the batch's."""
-    others = [*args[1:], *kwargs.values()]
-    is_first = bool(args) and isinstance(args[0], Look) and args[0].ndim > 1
-    return is_first and not any(isinstance(t, Look) for t in others)
-
-
-def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """The check of a norm over the last dimensions."""
-    shape = _argument(args, kwargs, 1, "normalized_shape")
-    return _with_weights(args, kwargs) and len(shape) < args[0].ndim
-
-
-def _by_matrix(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    other = _argument(args, kwargs, 1, "other")
-    return _with_weights(args, kwargs) and isinstance(other, Tensor) and other.ndim == 2
-
-
-def _joined(more: int) -> _Check:
-    """The check of ``cat`` and ``stack``, which makes more dimensions."""
-
-    def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        parts = args[0] if args and isinstance(args[0], (list, tuple)) else ()
-        if not parts:
-            return False
-        return _not_first(parts[0].ndim + more, _argument(args, kwargs, 1, "dim", 0))
-
-    return check
-
-
-def _transposed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    dims = [_argument(args, kwargs, 1, "dim0"), _argument(args, kwargs, 2, "dim1")]
-    return isinstance(args[0], Look) and _not_first(args[0].ndim, dims)
-
-
-def _permuted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    listed = kwargs.get("dims", args[1:])
-    dims = listed[0] if len(listed) == 1 and isinstance(listed[0], (list, tuple)) else listed
-    return isinstance(args[0], Look) and len(dims) > 0 and dims[0] == 0
-
-
-def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    start = _argument(args, kwargs, 1, "start_dim", 0)
-    return isinstance(args[0], Look) and _not_first(args[0].ndim, start)
-
-
-def _unsqueezed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    dim = _argument(args, kwargs, 1, "dim")
-    return isinstance(args[0], Look) and _not_first(args[0].ndim + 1, dim)
-
-
-_CHECKS: dict[str, _Check] = {
-    "cat": _joined(0),
-    "flatten": _flattened,
-    "glu": _over(1, "dim", -1),
-    "group_norm": _with_weights,
-    "layer_norm": _norm,
-    "linear": _with_weights,
-    "log_softmax": _over(1, "dim"),
-    "matmul": _by_matrix,
-    "mean": _over(1, "dim"),
-    "normalize": _over(2, "dim", 1),
-    "permute": _permuted,
-    "rms_norm": _norm,
-    "softmax": _over(1, "dim"),
-    "stack": _joined(1),
-    "sum": _over(1, "dim"),
-    "transpose": _transposed,
-    "unsqueeze": _unsqueezed,
+#: What divides a tensor along a dimension: in an order, the pieces are parts of it.
+PIECES = {
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ("chunk", "split", "tensor_split", "unbind")
 }
 
 
 def _found() -> tuple[dict[Any, Function], dict[str, Function]]:
     """The functions by what is called, and by name."""
     called, named = dict[Any, Function](), dict[str, Function]()
-    checks: dict[str, _Check | None] = {**dict.fromkeys(_ELEMENTWISE), **_CHECKS}
+    checks: dict[str, Check | None] = {**dict.fromkeys(ELEMENTWISE), **CHECKS}
     for place, label in ((torch, "torch"), (Tensor, "Tensor"), (F, "functional")):
         for name, check in checks.items():
             run = getattr(place, name, None)
-            if run is None:
+            if not callable(run) or f"{label}.{name}" in _OTHERWISE:
                 continue
-            function = Function(f"{label}.{name}", run, check)
+            function = Function(f"{label}.{name}", run, check, of_samples=_OF_SHAPES.get(name, ""))
             called.setdefault(run, function)
             named[function.name] = function
             other = getattr(place, f"{name}_", None)
             if other is not None:
-                called.setdefault(other, Function(function.name, run, check, is_in_place=True))
+                called.setdefault(other, replace(function, is_in_place=True))
     called.setdefault(torch._C.TensorBase.pow, named["Tensor.pow"])  # of the operator
     return called, named
 
 
+def _reshape_samples(hidden: Tensor, shape: Sequence[int]) -> Tensor:
+    return hidden.reshape(hidden.shape[0], *shape)
+
+
+def _expand_samples(hidden: Tensor, shape: Sequence[int]) -> Tensor:
+    return hidden.expand(hidden.shape[0], *shape)
+
+
 _CALLED, _NAMED = _found()
+_OF_SAMPLES = {"samples.reshape": _reshape_samples, "samples.expand": _expand_samples}
 
 
 def function_of(func: Any, kwargs: Mapping[str, Any]) -> Function | None:
@@ -217,9 +123,34 @@ def function_of(func: Any, kwargs: Mapping[str, Any]) -> Function | None:
     function = _CALLED.get(func)
     if function is None or not kwargs.get("inplace"):
         return function
-    return Function(function.name, function.run, function.check, is_in_place=True)
+    return replace(function, is_in_place=True)
 
 
 def run_function(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function by its name."""
-    return _NAMED[name].run(*args, **kwargs)
+    run = _OF_SAMPLES.get(name) or _NAMED[name].run
+    return run(*args, **kwargs)
+
+
+def pieces(func: Any, args: Any, kwargs: Any, meta_args: Any, meta_kwargs: Any) -> tuple[Any, ...]:
+    """The pieces into which a function of :data:`PIECES` divides a tensor, each by another call.
+
+    Args:
+        func: The function.
+        args: What it is called with.
+        kwargs: The same.
+        meta_args: These with tensors on the meta device.
+        meta_kwargs: The same.
+    """
+    with torch._C.DisableTorchFunction():
+        looks = func(*meta_args, **meta_kwargs)
+    tensor, *others = args
+    if func.__name__ == "unbind":
+        dim = kwargs.get("dim", others[0] if others else 0)
+        return tuple(torch.select(tensor, dim, i) for i in range(len(looks)))
+    dim = kwargs.get("dim", others[1] if len(others) > 1 else 0)
+    ends = list(accumulate(look.shape[dim] for look in looks))
+    return tuple(
+        torch.narrow(tensor, dim, end - look.shape[dim], look.shape[dim])
+        for end, look in zip(ends, looks, strict=True)
+    )

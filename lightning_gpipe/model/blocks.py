@@ -22,9 +22,9 @@ from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
-from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import CONDITION, Beside, StandIn, Unknown, stand_in, with_known
+from lightning_gpipe.model.promise import CONDITION, StandIn, Unknown, stand_in, with_known
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.watched import WatchedPlace
 from lightning_gpipe.tensors.tree import tree_tensors
@@ -162,7 +162,7 @@ class _Listener:
         self._loop: Loop | None = None
         self._loops = 0
         self._stand_ins: dict[tuple[int, str], StandIn] = {}
-        self._returns: dict[str, _Returns] = {}  # by the part
+        self._returns: dict[tuple[str, bool], _Returns] = {}  # by the part and its mode
         self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -239,20 +239,19 @@ class _Listener:
                 f"The loop calls '{part}' of block {index} otherwise than the parts of the block"
                 f" before: call the same of each, in the same order. {CONDITION}"
             )
-        if part not in self._returns:
+        mode = part, module.training
+        if mode not in self._returns:
             is_told = not part and blocks.as_tuple is False
-            self._returns[part] = (
+            self._returns[mode] = (
                 _Returns() if is_told else self._returned(loop, module, args, kwargs)
             )
-        returns = self._returns[part]
-        value = loop.note(index, part, args, kwargs)
+        returns = self._returns[mode]
+        value = loop.note(index, part, module, args, kwargs)
         if loop.watched.blocks == index:
             loop.watched.block(layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
-            promise = loop.promise(value, module)
-            beside = (
-                Beside(value._replace(element=i + 1), loop.token) for i in range(returns.beside)
-            )
+            promise = loop.promise(value)
+            beside = loop.beside(value, returns.beside)
             is_told = not part and blocks.as_tuple is not None
             is_tuple = blocks.as_tuple if is_told else returns.is_tuple
             return (promise, *beside) if is_tuple else promise
@@ -299,7 +298,7 @@ def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any
     """The tuple that a block returns; an empty one: it returns none, or can't run without data."""
     try:
         with torch._C.DisableTorchFunction():
-            returned = run_on_meta(block, *args, **kwargs)
+            returned = run_as_set(block, *args, **kwargs)
     except (UntraceableLayer, TypeError):
         return ()
     return returned if isinstance(returned, tuple) else ()

@@ -1,10 +1,11 @@
-"""What blocks return, by shape and type, before they run."""
+"""What blocks and functions between them return, by shape and type, before they run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,12 +15,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from lightning_gpipe.model.between import Function, Look
-from lightning_gpipe.model.on_meta import UntraceableLayer, run_on_meta
+from lightning_gpipe.model.between import Function
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
 from lightning_gpipe.model.promise import Unknown, refusal
+from lightning_gpipe.model.sample_wise import Look
 
 _REMEMBERED = 4096
 _OFTEN = 2  # inputs after which a block that has kept their shape and type is thought to do so
+
+
+class Kind(Enum):
+    """What a block returns beside its hidden state."""
+
+    TENSOR = "a tensor with a row for each sample, or without dimensions"
+    NOTHING = "None"
+    OTHER = "something else, or that isn't known"
 
 
 class Looks:
@@ -31,10 +41,11 @@ class Looks:
 
     def __init__(self, as_written: Callable[..., AbstractContextManager[None]]) -> None:
         self._as_written = as_written
-        self._known: dict[Hashable, Tensor | None] = {}
+        self._known: dict[Hashable, tuple[Any, ...] | None] = {}
         self._applied: dict[Hashable, tuple[set[int], Tensor, bool]] = {}
         self._kept: Counter[Hashable] = Counter()  # by the block: inputs whose look it has kept
         self._others: set[Hashable] = set()  # blocks that have changed one
+        self._kinds: dict[Hashable, tuple[tuple[Kind, ...], int]] = {}  # and for how many inputs
 
     def of(
         self,
@@ -58,17 +69,65 @@ class Looks:
         """
         if self._kept[place] >= _OFTEN and place not in self._others:
             return hidden
-        key = place, tuple(_look(leaf) for leaf in leaves)
-        if key not in self._known:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[key] = found = self._run(block, leaves, spec)
-            if found is not None and _look(found) == _look(hidden):
-                self._kept[place] += 1
-            else:
-                self._others.add(place)
-        found = self._known[key]
-        return hidden if found is None else found
+        found, is_new = self._returned(place, block, leaves, spec)
+        made = found[0] if found else None
+        if is_new and made is not None and _look(made) == _look(hidden):
+            self._kept[place] += 1
+        elif is_new:
+            self._others.add(place)
+        return made if isinstance(made, Tensor) else hidden
+
+    def beside(
+        self,
+        place: Hashable,
+        block: nn.Module,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        element: int,
+    ) -> Tensor | None:
+        """What a block returns beside its hidden state; see :meth:`of`.
+
+        Args:
+            place: Tells blocks apart.
+            block: The block.
+            leaves: Its arguments, with tensors on the meta device.
+            spec: Their structure.
+            element: Its place in what it returns.
+
+        Returns:
+            A tensor on the meta device; None: it isn't one, or that isn't known.
+        """
+        found, _ = self._returned(place, block, leaves, spec)
+        made = found[element] if found and len(found) > element else None
+        return made if isinstance(made, Tensor) else None
+
+    def kinds(
+        self,
+        place: Hashable,
+        block: nn.Module,
+        arguments: Callable[[], tuple[Sequence[Any], TreeSpec]],
+        samples: int,
+        count: int,
+    ) -> tuple[Kind, ...]:
+        """What a block returns beside its hidden state, of so many elements.
+
+        Args:
+            place: Tells blocks apart.
+            block: The block.
+            arguments: Gives its arguments, with tensors on the meta device, and their structure.
+            samples: N.
+            count: How many.
+        """
+        mode = place, block.training
+        kinds, times = self._kinds.get(mode, ((), 0))
+        if times >= _OFTEN:
+            return kinds
+        found, is_new = self._returned(place, block, *arguments())
+        elements = (*(found or (False,))[1:], *[False] * count)
+        now = tuple(_kind(one, samples) for one in elements[:count])
+        if is_new or now != kinds:
+            self._kinds[mode] = now, times + 1 if now == kinds else 1
+        return now
 
     def applied(
         self,
@@ -101,23 +160,39 @@ class Looks:
             if len(self._applied) >= _REMEMBERED:
                 self._applied.clear()
             found = _applied(func, function, leaves, hidden, spec)
-            if not found[1].ndim or found[1].shape[0] != samples:
+            if bool(found[1].ndim) != bool(leaves[hidden[0]].ndim) or not is_alike(
+                found[1], samples
+            ):
                 raise refusal(func)
             self._applied[key] = found
         return self._applied[key]
 
-    def _run(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Tensor | None:
-        """Run a block; None: it can't run without data, or returns something else."""
+    def _returned(
+        self, place: Hashable, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec
+    ) -> tuple[tuple[Any, ...] | None, bool]:
+        """What a block returns, and whether it was run for that: for inputs of a new shape."""
+        key = place, block.training, tuple(_look(leaf) for leaf in leaves)
+        is_new = key not in self._known
+        if is_new:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = self._run(block, leaves, spec)
+        return self._known[key], is_new
+
+    def _run(
+        self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec
+    ) -> tuple[Any, ...] | None:
+        """Run a block; None: it can't run without data."""
         if any(Unknown in type(leaf).__mro__ for leaf in leaves):
             return None
         args, kwargs = tree_unflatten(list(leaves), spec)
         try:
             with self._as_written(block), torch._C.DisableTorchFunction():
-                returned = run_on_meta(block, *args, **kwargs)
+                returned = run_as_set(block, *args, **kwargs)
         except (UntraceableLayer, TypeError):
             return None
-        first = returned[0] if isinstance(returned, tuple) and returned else returned
-        return on_meta(first) if isinstance(first, Tensor) else None
+        elements = returned if isinstance(returned, tuple) else (returned,)
+        return tuple(on_meta(one) if isinstance(one, Tensor) else one is None for one in elements)
 
 
 def is_tensor(value: object) -> bool:
@@ -130,6 +205,18 @@ def on_meta(tensor: Tensor) -> Tensor:
     shape, dtype = tensor.shape, tensor.dtype
     with unset_fake_temporarily(), torch._C.DisableTorchFunction():
         return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def is_alike(tensor: Tensor, samples: int) -> bool:
+    """Whether a tensor has a row for each sample, or no dimensions."""
+    return not tensor.ndim or tensor.shape[0] == samples
+
+
+def _kind(element: Any, samples: int) -> Kind:
+    """The kind of what a block returns: a tensor, or whether it is None."""
+    if isinstance(element, Tensor):
+        return Kind.TENSOR if is_alike(element, samples) else Kind.OTHER
+    return Kind.NOTHING if element else Kind.OTHER
 
 
 def _look(leaf: Any) -> Hashable:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_gpipe.model.between import function_of
-from lightning_gpipe.model.looks import Looks, is_tensor, on_meta
+from lightning_gpipe.model.between import PIECES, function_of, pieces
+from lightning_gpipe.model.foreseen import Called, Foreseen
+from lightning_gpipe.model.looks import Kind, Looks
 from lightning_gpipe.model.loop_notes import INPUT, Given, LoopNotes, Value
 from lightning_gpipe.model.program import LoopProgram
 from lightning_gpipe.model.promise import (
@@ -36,10 +38,11 @@ class Loop:
     Args:
         hidden: What the first block is called with.
         modes: Of autograd and autocast, at the first call.
-        looks: What blocks return.
+        looks: What blocks and functions return.
         notes: What is called.
         token: Tells this pass of the loop from others.
         watched: What must stay as it is meanwhile.
+        foreseen: What blocks will return.
     """
 
     hidden: Any
@@ -48,12 +51,13 @@ class Loop:
     notes: LoopNotes = field(default_factory=LoopNotes)
     token: object = field(default_factory=object)
     watched: Watched = field(default_factory=Watched)
-    # of calls of blocks and parts: what with, and which is the hidden state; and of which module
-    _arguments: dict[Value, tuple[list[Any], TreeSpec, int]] = field(default_factory=dict)
-    _modules: dict[Value, nn.Module] = field(default_factory=dict)
+    foreseen: Foreseen = field(init=False)
     _promise: weakref.ref[Promise] | None = None  # of what the last one returns
     _promises: list[weakref.ref[Promise]] = field(default_factory=list)
     _tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.foreseen = Foreseen(self.hidden, self.modes[1], self.looks, self.notes)
 
     @classmethod
     def begin(cls, looks: Looks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop:
@@ -71,8 +75,22 @@ class Loop:
         goes_on = part and any(leaf is self.hidden for leaf in leaves)
         return is_again and not goes_on and not any(map(is_promise, leaves))
 
-    def note(self, index: int, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+    def note(
+        self,
+        index: int,
+        part: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Value:
         """Note the call of a block, or of a part of one; returns what it makes.
+
+        Args:
+            index: The block.
+            part: The part's dotted name in it; empty: the block itself.
+            module: What is called.
+            args: What it is called with.
+            kwargs: The same.
 
         Raises:
             RuntimeError: If it isn't called with what the one before it returned.
@@ -103,49 +121,44 @@ class Loop:
                 " choose Trainer(precision=...) for all of them."
             )
         given = tuple(self._given(leaf, index) for leaf in leaves)
-        value = self.notes.call(index, part, spec, given, main)
-        # promises would seem to be kept
-        place = next(i for i, leaf in enumerate(leaves) if self._stands_for(leaf, main))
-        self._arguments[value] = [_promised_of(leaf) for leaf in leaves], spec, place
+        value = self.notes.call(index, part, spec, given, main[0])
+        self.foreseen.call(value, Called(module, leaves, spec, main[1]))
         return value
 
-    def promise(self, value: Value, module: nn.Module) -> Promise:
-        """What a block returns that was noted last, or a part of one.
-
-        Args:
-            value: What it stands for.
-            module: The block, or the part.
-        """
+    def promise(self, value: Value) -> Promise:
+        """What stands for the hidden state that the block returns, or the part, noted last."""
         promise = self._promising(value)
         self._promise = self._promises[-1]
-        self._modules[value] = module
         return promise
+
+    def beside(self, value: Value, count: int) -> list[Any]:
+        """What stands for what it returns beside its hidden state.
+
+        A promise, if it is a tensor whose parts are the micro-batches'; None, if it is None.
+
+        Args:
+            value: What the promise of the hidden state stands for.
+            count: How many elements there are.
+        """
+        made = list[Any]()
+        for i, kind in enumerate(self.foreseen.kinds(value, count) if count else (), 1):
+            element = value._replace(element=i)
+            if kind is Kind.TENSOR:
+                made.append(self._promising(element))
+            else:
+                made.append(None if kind is Kind.NOTHING else Beside(element, self.token))
+        return made
 
     def on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Arguments with tensors on the meta device in place of promises."""
         leaves, spec = tree_flatten((args, kwargs))
-        looks = [self._look(leaf._promised) if is_promise(leaf) else leaf for leaf in leaves]
+        looks = [self.foreseen.look(leaf) if is_promise(leaf) else leaf for leaf in leaves]
         found_args, found_kwargs = tree_unflatten(looks, spec)
         return found_args, found_kwargs
 
     def read(self, promised: Promised, what: str) -> Tensor:
-        """A tensor that has the shape or the type of a promise, as far as it can be known."""
-        value: Value = promised.value
-        is_cast = what == "dtype" and self.modes[1]  # of which a run without data doesn't tell
-        if value not in self._modules:  # a function's
-            if is_cast:
-                raise refusal(Tensor.dtype)
-            return promised.look if promised.look is not None else self.hidden
-        look = promised.look
-        if look is None or is_cast:
-            leaves, spec, place = self._arguments[value]
-            looks = [self._look(leaf) for leaf in leaves]
-            hidden = looks[place]
-            module = self._modules[value]
-            look = hidden if is_cast else self.looks.of(value, module, looks, spec, hidden)
-            promised.look = look
-        self.notes.expect(value, look, what == "dtype")
-        return look
+        """A tensor that has the shape or the type of a promise; see :meth:`Foreseen.read`."""
+        return self.foreseen.read(promised, what)
 
     def apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function between two blocks.
@@ -156,21 +169,28 @@ class Loop:
         Raises:
             RuntimeError: If it may not stand there.
         """
+        if func in PIECES:
+            return pieces(func, args, kwargs, *self.on_meta(args, kwargs))
         function = function_of(func, kwargs)
         if function is None or _modes(self.hidden) != self.modes:
             raise refusal(func)
         if function.is_in_place and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
         leaves, spec = tree_flatten((args, kwargs))
-        looks = [self._look(_promised_of(leaf)) for leaf in leaves]
+        looks = [
+            self.read(leaf._promised, "shape") if is_promise(leaf) else self.foreseen.look(leaf)
+            for leaf in leaves
+        ]
         hidden = tuple(i for i, leaf in enumerate(leaves) if self._is_hidden(leaf))
         whole, result, is_shared = self.looks.applied(
             *(func, function, looks, hidden, spec, self.hidden.shape[0])
         )
+        if function.of_samples:
+            leaves, spec = tree_flatten(((args[0], result.shape[1:]), {}))
         given = tuple(
             self._given(leaf, len(self.notes.parts), i in whole) for i, leaf in enumerate(leaves)
         )
-        value = self.notes.function(function.name, spec, given)
+        value = self.notes.function(function.of_samples or function.name, spec, given)
         first = args[0] if args else None
         if not function.is_in_place:
             promise = self._promising(value, result)
@@ -180,7 +200,7 @@ class Loop:
             return promise
         if not is_promise(first) or first._promised.is_shared:
             raise refusal(func, " Write x = x + y for x += y.")
-        look = self._look(first._promised)
+        look = self.foreseen.look(first)
         if (look.shape, look.dtype) != (result.shape, result.dtype):
             raise refusal(func)
         self.notes.change(first._promised.value)
@@ -208,35 +228,23 @@ class Loop:
         wanted = self.notes.wanted(found)
         whole = tuple(i for i, (_, is_whole) in enumerate(self._tensors) if is_whole)
         program = LoopProgram.of(self.notes.compiled(wanted), whole, unsplit)
-        self._arguments.clear()  # which know the loop
+        self.foreseen.clear()
         tensors = [t.unsqueeze(0) if is_whole else t for t, is_whole in self._tensors]
         return ((self.hidden,), tensors, program.text), program, [found[v] for v in wanted]
 
-    def _main_of(self, leaves: Sequence[Any]) -> Value | None:
-        """The value among the arguments that is the hidden state; None: there is none."""
+    def _main_of(self, leaves: Sequence[Any]) -> tuple[Value, int] | None:
+        """The value among arguments that is the hidden state, and which; None: there is none."""
         promise = self._promise() if self._promise is not None else None
-        found = [leaf for leaf in leaves if is_promise(leaf)]
-        found.sort(key=lambda leaf: leaf is not promise)
-        if found:
-            value: Value = found[0]._promised.value
-            return value
+        places = [i for i, leaf in enumerate(leaves) if is_promise(leaf)]
+        places.sort(key=lambda i: leaves[i] is not promise)
+        if places:
+            return leaves[places[0]]._promised.value, places[0]
         is_first = len(self.notes.parts) < 2
-        return INPUT if is_first and any(leaf is self.hidden for leaf in leaves) else None
-
-    def _stands_for(self, leaf: Any, value: Value) -> bool:
-        """Whether an argument stands for a value."""
-        if is_promise(leaf):
-            return bool(leaf._promised.value == value)
-        return leaf is self.hidden and value == INPUT
+        places = [i for i, leaf in enumerate(leaves) if is_first and leaf is self.hidden]
+        return (INPUT, places[0]) if places else None
 
     def _is_hidden(self, leaf: Any) -> bool:
         return is_promise(leaf) or leaf is self.hidden
-
-    def _look(self, leaf: Any) -> Any:
-        """A tensor on the meta device that looks as one does; what is no tensor stays."""
-        if type(leaf) is Promised:
-            return leaf.look if leaf.look is not None else self.read(leaf, "shape")
-        return on_meta(leaf) if is_tensor(leaf) else leaf
 
     def _promising(self, value: Value, look: Tensor | None = None) -> Promise:
         promise = Promise.of(Promised(self, value, self.hidden.device, look))
@@ -268,16 +276,12 @@ class Loop:
             self._tensors.append((leaf, is_whole))
             self.watched.tensor(leaf)
             return Given(len(self._tensors) - 1)
-        if not isinstance(leaf, CONSTANTS):
+        if not isinstance(leaf, (*CONSTANTS, slice, EllipsisType)):
             raise TypeError(
                 f"Block {index} was given a {type(leaf).__name__}, which can't be split into"
                 " micro-batches. For a cache of keys and values set use_cache=False."
             )
         return Given(None, leaf)
-
-
-def _promised_of(leaf: Any) -> Any:
-    return leaf._promised if is_promise(leaf) else leaf
 
 
 def _modes(hidden: Any) -> tuple[Any, ...]:

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from lightning_gpipe.model.program import Arguments, BlockCall, Entry, Operation
+from lightning_gpipe.model.program import Arguments, BlockCall, Entry, Expected, Operation
 
 
 class Value(NamedTuple):
@@ -87,7 +86,9 @@ class LoopNotes:
         default_factory=lambda: defaultdict(set)
     )  # by functions: after which block's call, and after how many parts of it
     _own: set[Value] = field(default_factory=set)
-    _expected: dict[Value, tuple[tuple[int, ...], torch.dtype | None]] = field(default_factory=dict)
+    _expected: defaultdict[Value, dict[int, Expected]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # by what is called, and by the element
 
     def call(self, block: int, part: str, spec: TreeSpec, given: Any, main: Value) -> Value:
         """Note the call of a block, or of a part of it; returns what it makes.
@@ -117,16 +118,20 @@ class LoopNotes:
         """Note that a value is changed in place."""
         self._own.add(value)
 
-    def expect(self, value: Value, look: Tensor, with_dtype: bool) -> None:
+    def expect(self, value: Value, look: Tensor | None, with_dtype: bool = False) -> None:
         """Note what the model goes by of what a block returns: its shape, its type if it is read.
 
         Args:
             value: What it returns.
-            look: Has them.
+            look: Has them; None: it is None.
             with_dtype: Whether the type is read, too.
         """
-        _, dtype = self._expected.get(value, ((), None))
-        self._expected[value] = tuple(look.shape[1:]), look.dtype if with_dtype else dtype
+        expected = self._expected[value.whole()]
+        known = expected.get(value.element)
+        shape = None if look is None else look.shape
+        dtype = look.dtype if look is not None and with_dtype else known and known.dtype
+        of_sample = None if shape is None else (-1, *shape[1:]) if shape else ()
+        expected[value.element] = Expected(value.element, of_sample, dtype)
 
     def is_due(self, part: str, block: int, named: list[str]) -> bool:
         """Whether a part of a block may be called next: parts are called as in the block before.
@@ -224,8 +229,8 @@ class LoopNotes:
             place = len(handed) + len(operations)
             if noted.function is None:
                 own = tuple(sorted(v.element for v in self._own if v.whole() == result))
-                expected = self._expected.get(result, (None, None))
-                operations.append(Operation(None, noted.part, arguments, own, *expected))
+                expects = tuple(self._expected[result].values())
+                operations.append(Operation(None, noted.part, arguments, own, expects))
                 returned[result] = place
             else:
                 operations.append(Operation(noted.function, "", arguments))

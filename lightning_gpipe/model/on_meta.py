@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -92,14 +92,33 @@ def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UntraceableLayer: If it needs the values of its input.
     """
-    tree = Tree.of((args, kwargs), "The example")
+    return _run_on_meta(module, args, kwargs, training=False)
+
+
+def run_as_set(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same as :func:`run_on_meta`, in training mode if the module is in it.
+
+    In evaluation, where it can't run so, such as batch norm with one value per channel.
+    """
+    if module.training:
+        try:
+            return _run_on_meta(module, args, kwargs, training=None)
+        except UntraceableLayer:
+            pass
+    return run_on_meta(module, *args, **kwargs)
+
+
+def _run_on_meta(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool | None
+) -> Any:
+    tree = Tree.of((tuple(args), dict(kwargs)), "The example")
     value = tree.mapped(to_meta_leaf).value()
 
     def call(_: int, forward: Any, given: Any) -> Any:
         return forward(*given[0], **given[1])
 
     with torch.no_grad():
-        return run_layer_on_meta(module, call, 0, value, with_hooks=True)
+        return run_layer_on_meta(module, call, 0, value, with_hooks=True, training=training)
 
 
 def run_layer_on_meta(

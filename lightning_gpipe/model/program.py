@@ -59,6 +59,20 @@ class Arguments(NamedTuple):
         return args, kwargs
 
 
+class Expected(NamedTuple):
+    """What the model was told of what a block returns, before it ran.
+
+    Args:
+        element: Its place in a tuple; 0: the hidden state.
+        shape: With -1 for the batch's dimension, as long as the hidden state's; None: it is None.
+        dtype: Its type; None: that wasn't read.
+    """
+
+    element: int
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None = None
+
+
 class Operation(NamedTuple):
     """A call of a block, of a part of it, or of a function that runs before it.
 
@@ -67,17 +81,14 @@ class Operation(NamedTuple):
         part: The part's dotted name in the block; empty: the block itself.
         arguments: What it is called with.
         own: The elements of what the block returns that the model changes in place afterwards.
-        expects: The shape of the block's hidden state that the model was told before, without the
-            batch's dimension; None: nothing was read of it.
-        dtype: The same of its type.
+        expects: What the model was told before of what the block returns.
     """
 
     function: str | None
     part: str
     arguments: Arguments
     own: tuple[int, ...] = ()
-    expects: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
+    expects: tuple[Expected, ...] = ()
 
 
 class BlockCall(NamedTuple):
@@ -164,7 +175,8 @@ class LoopProgram:
                 continue
             part = block.get_submodule(operation.part) if operation.part else block
             output = part(*args, **kwargs)
-            _check(index, operation, output)
+            for expected in operation.expects:
+                _check(index, expected, output)
             if operation.own:
                 _check_own(index, operation, output, values)
             values.append(output)
@@ -192,22 +204,32 @@ def _elements(output: Any, count: int) -> tuple[Any, ...]:
     return elements
 
 
-def _check(index: int, operation: Operation, output: Any) -> None:
-    """Refuse a hidden state that is other than the model's loop was told."""
-    if operation.expects is None:
-        return
-    hidden = _elements(output, 1)[0]
-    if hidden.shape[1:] != operation.expects:
-        what = f"shape {list(hidden.shape)}, not {[len(hidden), *operation.expects]}"
-    elif operation.dtype is not None and hidden.dtype != operation.dtype:
-        what = f"{hidden.dtype}, not {operation.dtype}"
+def _check(index: int, expected: Expected, output: Any) -> None:
+    """Refuse what a block returns, if it is other than the model's loop was told."""
+    elements = _elements(output, expected.element + 1)
+    made, samples = elements[expected.element], len(elements[0])
+    shape = expected.shape and (samples, *expected.shape[1:])
+    if shape is None or not _is_tensor(made):
+        if shape is None and made is None:
+            return
+        what = f"{_described(made)}, not {'None' if shape is None else f'a tensor {list(shape)}'},"
+    elif made.shape != shape:
+        what = f"shape {list(made.shape)}, not {list(shape)}"
+    elif expected.dtype is not None and made.dtype != expected.dtype:
+        what = f"{made.dtype}, not {expected.dtype}"
     else:
         return
+    element = f" (element {expected.element} of what it returns)" if expected.element else ""
+    state = "something" if element else "a hidden state"
     raise RuntimeError(
-        f"Block {index} returned a hidden state of {what} as it was expected to, and the model goes"
-        " by this between two blocks, before it is known: read it before the first one or after the"
-        " last."
+        f"Block {index} returned {state} of {what} as it was expected to{element}, and the model"
+        " goes by this between two blocks, before it is known: use it before the first one or after"
+        " the last."
     )
+
+
+def _described(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_own(index: int, operation: Operation, output: Any, values: Sequence[Any]) -> None:

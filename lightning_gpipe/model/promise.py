@@ -326,8 +326,8 @@ _OF_DEVICE = {_DEVICE, getattr(Tensor, "is_meta").__get__}  # noqa: B009
 #: What may be asked of a promise, and what is read of the hidden state then.
 _KNOWN: dict[Any, str] = {
     **{getattr(Tensor, name).__get__: "shape" for name in ("shape", "ndim")},
-    Tensor.size: "shape",
-    Tensor.dim: "shape",
+    **dict.fromkeys((Tensor.size, Tensor.dim, Tensor.__len__), "shape"),
+    **dict.fromkeys((Tensor.numel, Tensor.nelement), "shape"),
     Tensor.dtype.__get__: "dtype",  # type: ignore[attr-defined]
     Tensor.is_floating_point: "dtype",
 }
