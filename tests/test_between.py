@@ -614,7 +614,11 @@ class Scalars(Rows):
         for block in self.blocks:
             hidden, part = block(hidden)
             total = total + part
-        return self.head(hidden) + total
+        return self.head(hidden), total
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        made, total = self(x)
+        return F.mse_loss(made, y) + total
 
 
 class Balanced(nn.Linear):
@@ -623,17 +627,19 @@ class Balanced(nn.Linear):
         return made, made.square().mean()
 
 
-class PerSamples(Scalars):
-    """As many numbers as samples, which aren't theirs."""
+class Turned(Scalars):
+    """As many rows as samples, which aren't theirs."""
+
+    samples = WIDTH
 
     def block(self, i: int) -> nn.Module:
-        return Mixed(WIDTH, WIDTH)
+        return Transposed(WIDTH, WIDTH)
 
 
-class Mixed(nn.Linear):
+class Transposed(nn.Linear):
     def forward(self, hidden: Tensor) -> Any:
         made = super().forward(hidden)
-        return made, made.mean() * torch.arange(8.0).double().unsqueeze(1)
+        return made, made.t()
 
 
 class Lists(Scalars):
@@ -830,8 +836,8 @@ def test_numbers_of_a_micro_batch_are_those_of_its_step(stages: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Scalars, "is a tensor without dimensions that is computed of a micro-batch"),
-        (PerSamples, r"returned something of shape \[8, 1\], not \[3, 1\], as it was expected"),
+        (Scalars, "has no batch dimension and differs between micro-batches"),
+        (Turned, r"Block 0 returned something of shape \[6, 2\], not \[2, 6\] as it was expected"),
         (Lists, "What a block returns beside its hidden state was used"),
     ],
 )

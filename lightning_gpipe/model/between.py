@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_gpipe.model.promise import refusal
 from lightning_gpipe.model.sample_wise import CHECKS, ELEMENTWISE, OF_ROWS, Check, Look, listed
 
 
@@ -141,14 +142,20 @@ def pieces(func: Any, args: Any, kwargs: Any, meta_args: Any, meta_kwargs: Any) 
         kwargs: The same.
         meta_args: These with tensors on the meta device.
         meta_kwargs: The same.
+
+    Raises:
+        RuntimeError: If they are parts of the batch.
     """
     with torch._C.DisableTorchFunction():
         looks = func(*meta_args, **meta_kwargs)
     tensor, *others = args
-    if func.__name__ == "unbind":
-        dim = kwargs.get("dim", others[0] if others else 0)
+    is_each = func.__name__ == "unbind"
+    place = 0 if is_each else 1
+    dim = kwargs.get("dim", others[place] if len(others) > place else 0)
+    if dim % meta_args[0].ndim == 0:
+        raise refusal(func)
+    if is_each:
         return tuple(torch.select(tensor, dim, i) for i in range(len(looks)))
-    dim = kwargs.get("dim", others[1] if len(others) > 1 else 0)
     ends = list(accumulate(look.shape[dim] for look in looks))
     return tuple(
         torch.narrow(tensor, dim, end - look.shape[dim], look.shape[dim])

@@ -162,7 +162,7 @@ def _class_of(base: type[StandIn], kind: type) -> Any:
 
 
 class Unknown:
-    """Stands for what a block returns beside its hidden state, in a tuple: it can't be used."""
+    """Stands for what a block returns beside its hidden state, and no promise can stand for."""
 
     __slots__ = ()
 
@@ -170,9 +170,10 @@ class Unknown:
         """Tell why it can't be used."""
         raise RuntimeError(
             "What a block returns beside its hidden state was used, which isn't known before the"
-            " last block is called: such as the state of an LSTM, or a part of the loss. It can be"
-            " given to later blocks, which may add to it and hand it on, and it is known from the"
-            f" last one, where its first dimension is the batch's. {CONDITION}"
+            " last block is called, and isn't known to be a tensor with a row for each sample. Such"
+            " a tensor, [batch, …], may be used as a hidden state may; what else there is, such as"
+            " the state of an LSTM, can be given to later blocks, which may add to it and hand it"
+            f" on. {CONDITION}"
         )
 
     def __getattr__(self, name: str) -> Any:
