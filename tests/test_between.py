@@ -473,6 +473,39 @@ class Shapes(Loop):
         return self.head(hidden.flatten(1))
 
 
+class Tokens(Loop):
+    """Transformer layers; keeps the first token of each."""
+
+    def build(self) -> None:
+        super().build()
+        self.embedding, self.token = nn.Linear(1, 4), nn.Parameter(torch.zeros(1, 1, 4))
+        self.head = nn.Linear(4, WIDTH)
+
+    def block(self, i: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, first = self.embedding(x.unsqueeze(-1)), []
+        hidden = torch.cat([self.token.expand(len(hidden), -1, -1), hidden], 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+            first.append(hidden[:, 0])
+        return self.head(torch.stack(first, 1).mean(1))
+
+
+class Halves(Loop):
+    """Two hidden states in turn, as in a reversible network."""
+
+    def block(self, i: int) -> nn.Module:
+        return nn.Linear(WIDTH // 2, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.before(x).chunk(2, -1)
+        for block in self.blocks:
+            one, other = other, one + torch.tanh(block(other))
+        return self.head(torch.cat([one, other], -1))
+
+
 class KeepsStates(Loop):
     """Hands what a block has returned to the next one, in the next step."""
 
@@ -759,7 +792,8 @@ WORK = (
         Asks,
         AsksSequence,
     ),
-    *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, KeepsStates),
+    *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
+    KeepsStates,
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 

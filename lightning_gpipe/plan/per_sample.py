@@ -285,18 +285,36 @@ class _Trials:
         value, shapes, known = given.value(), [], dict[Hashable, Tree]()
         with state_kept_in_pass(self._layers), torch.no_grad():
             for index, layer in enumerate(self._layers):
-                _refuse_time_first(index, layer, value)
                 tree = None if is_followed else _tree_of(value)
                 look = None if tree is None else signature(layer, self._run_layer, index, tree)
                 if look is not None and look in known:
                     value = known[look].mapped(to_meta_leaf).value()
                 else:
-                    value = run_layer_on_meta(layer, self._run_layer, index, value)
+                    value = self._made(index, layer, value)
                     output = _tree_of(value)
                     if look is not None and output is not None:
                         known[look] = output.mapped(to_meta_leaf)
                 shapes += [t.shape[1:] for t in tree_tensors(value)]
         return shapes
+
+    def _made(self, index: int, layer: nn.Module, value: Any) -> Any:
+        """What a layer returns, unless it takes dimension 0 of its input for time."""
+        if not isinstance(layer, _SEQUENCE_LAYERS):
+            return run_layer_on_meta(layer, self._run_layer, index, value)
+
+        def run(_: int, layer: Any, value: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                _refuse_time_first(index, layer, (args, kwargs))
+                return layer(*args, **kwargs)
+
+            return self._run_layer(index, call, value)
+
+        try:
+            return run_layer_on_meta(layer, run, index, value)
+        except UntraceableLayer as error:
+            if isinstance(error.__cause__, TimeFirst):
+                raise error.__cause__ from None
+            raise
 
     def _cannot_tell(self, i: int) -> ValueError:
         shape, n = list(self._batch.leaves[i].shape), self._samples
@@ -309,6 +327,10 @@ class _Trials:
             f" each sample, choose a batch size that is no other dimension's ({n} here), and"
             f" compute outside the backbone what mixes samples with each other.{why}"
         )
+
+
+class TimeFirst(ValueError):
+    """A layer takes dimension 0 of its input for time."""
 
 
 def _tree_of(value: Any) -> Tree | None:
@@ -326,14 +348,20 @@ def _is_of_batch_or_given(output: Tree, given: Tree, origins: Origins) -> bool:
 
 
 def _refuse_time_first(index: int, layer: nn.Module, value: Any) -> None:
-    """Refuse a layer that takes dimension 0 of its input for time."""
+    """Refuse a layer that takes dimension 0 of its input for time.
+
+    Args:
+        index: Its place.
+        layer: The layer.
+        value: What it is called with.
+    """
     hidden = next(iter(tree_tensors(value)), None)
     if hidden is None or not isinstance(layer, _SEQUENCE_LAYERS) or hidden.ndim not in (2, 3):
         return
     attention = getattr(layer, "self_attn", layer)
     if hidden.ndim == 3 and getattr(attention, "batch_first", False):
         return
-    raise ValueError(
+    raise TimeFirst(
         f"Layer {index} ({type(layer).__name__}) of the backbone takes dimension 0 of its input"
         f" {list(hidden.shape)} for time, but dimension 0 is the batch and is cut into"
         " micro-batches: build the layer with batch_first=True, and give it [batch, time, width]."
