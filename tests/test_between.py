@@ -358,7 +358,7 @@ class Backcasts(Loop):
 class Backcast(nn.Linear):
     def forward(self, hidden: Tensor) -> Any:
         made = super().forward(hidden)
-        return made[:, :WIDTH], made[:, WIDTH::2]
+        return [made[:, :WIDTH], made[:, WIDTH::2]]
 
 
 class Skips(Loop):

@@ -285,7 +285,7 @@ class _Returns:
 
     Args:
         beside: How many elements behind the first.
-        is_tuple: Whether it is a tuple.
+        is_tuple: Whether it is a tuple or a list.
         unsplit: Which elements have the batch elsewhere than in dimension 0.
     """
 
@@ -295,13 +295,13 @@ class _Returns:
 
 
 def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
-    """The tuple that a block returns; an empty one: it returns none, or can't run without data."""
+    """The tuple or list that a block returns; empty: it returns none, or can't run without data."""
     try:
         with torch._C.DisableTorchFunction():
             returned = run_as_set(block, *args, **kwargs)
     except (UntraceableLayer, TypeError):
         return ()
-    return returned if isinstance(returned, tuple) else ()
+    return tuple(returned) if isinstance(returned, (tuple, list)) else ()
 
 
 def _unsplit(returned: tuple[Any, ...]) -> frozenset[int]:

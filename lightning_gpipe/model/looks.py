@@ -191,7 +191,7 @@ class Looks:
                 returned = run_as_set(block, *args, **kwargs)
         except (UntraceableLayer, TypeError):
             return None
-        elements = returned if isinstance(returned, tuple) else (returned,)
+        elements = returned if isinstance(returned, (tuple, list)) else (returned,)
         return tuple(on_meta(one) if isinstance(one, Tensor) else one is None for one in elements)
 
 

@@ -188,14 +188,14 @@ class LoopProgram:
 
     def without(self, output: Any, instead: Any) -> Any:
         """The last block's output with something instead of what can't be put together."""
-        if not self.unsplit or not isinstance(output, tuple):
+        if not self.unsplit or not isinstance(output, (tuple, list)):
             return output
         return tuple(instead if i in self.unsplit else one for i, one in enumerate(output))
 
 
 def _elements(output: Any, count: int) -> tuple[Any, ...]:
     """What a block returns, as a tuple of so many at least."""
-    elements = output if isinstance(output, tuple) else (output,)
+    elements = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     if len(elements) < count:
         raise RuntimeError(
             f"A block returns {len(elements)} elements, and the model uses number {count}, which"
