@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lightning_gpipe.model.sample_wise import Look
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import RankError, run_ranks
-from tests.training import train
+from tests.training import train, trainer
 
 
 class Loop(models.Module):
@@ -506,6 +507,68 @@ class Halves(Loop):
         return self.head(torch.cat([one, other], -1))
 
 
+class Named(NamedTuple):
+    hidden: Tensor
+    parts: dict[str, Any]
+
+
+class Structures(Rows):
+    """Blocks that return tensors in tuples and dictionaries, by name."""
+
+    def block(self, i: int) -> nn.Module:
+        return Structured(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.before(x), 0
+        for block in self.blocks:
+            made = block(hidden)
+            hidden = made.hidden + made.parts["doubled"][0]
+            assert made.parts["none"] is None
+            total = total + made.parts["mean"]
+        return self.head(hidden) + total
+
+
+class Structured(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        parts = {"none": None, "doubled": [2 * made], "mean": made.mean(1, keepdim=True)}
+        return Named(made, parts)
+
+
+class Dictionaries(Structures):
+    def block(self, i: int) -> nn.Module:
+        return InDictionary(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks:
+            made = block(hidden)
+            hidden = made["hidden"] + made["attention"]
+        return self.head(hidden)
+
+
+class InDictionary(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return {"attention": made.softmax(-1), "hidden": made}
+
+
+class Samples(Flow):
+    """Goes backwards over the blocks in validation, as one that samples from a flow."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden, again = batch[0], batch[0]
+        for block in reversed(self.blocks):
+            hidden, _ = block(hidden)
+        for block in self.blocks[::-1]:
+            again, _ = block(again)
+        torch.testing.assert_close(hidden, again)
+        self.log("sampled", hidden.mean())
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
 class KeepsStates(Loop):
     """Hands what a block has returned to the next one, in the next step."""
 
@@ -688,6 +751,21 @@ class Counted(nn.Linear):
         return made, made.mean(0)
 
 
+class Objects(Loop):
+    """Returns an object."""
+
+    def block(self, i: int) -> nn.Module:
+        return Logits(WIDTH, WIDTH)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden).logits
+
+
+class Logits(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(hidden))
+
+
 class Changing(Rows):
     """Returns something else where the values are known."""
 
@@ -793,7 +871,7 @@ WORK = (
         AsksSequence,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
-    KeepsStates,
+    *(Structures, Dictionaries, KeepsStates),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 
@@ -892,6 +970,26 @@ def test_another_pass_may_use_what_has_come_out(stages: int) -> None:
 def test_it_is_refused_on_several_stages() -> None:
     with pytest.raises(RankError, match="'mean' uses the hidden state between two blocks"):
         run_ranks(trained, 2, [OverSamples], 2, "mini-batch")
+    with pytest.raises(RankError, match="loops backwards over the backbone's layers"):
+        run_ranks(validated, 2, Samples, 2)
+
+
+def validated(kind: Any, stages: int) -> Any:
+    torch.manual_seed(2)
+    strategy = GPipeStrategy(2) if stages else "auto"
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "max_steps": 2}
+    run = trainer(devices=stages or 1, strategy=strategy, **options)
+    run.fit(kind("sgd"))
+    return run.callback_metrics["sampled"]
+
+
+def test_a_loop_may_go_backwards_on_one_stage() -> None:
+    torch.testing.assert_close(validated(Samples, 1), validated(Samples, 0))
+
+
+def test_other_objects_that_blocks_return_are_told_of() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute .logits.: it is a tensor\. Blocks may"):
+        trained([Objects], 1, "mini-batch")
 
 
 SHAPE = 4, 3, 6

@@ -426,7 +426,7 @@ def pipelined(kind: str, stages: int, balance: Any, step: Any = "mini-batch") ->
 KINDS = (
     *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
     *("Listed", "ListedTuples", "Looped", "Nested", "States", "HandedStates", "FirstStates"),
-    *("Sets", "Between", "Jumps"),
+    *("ReadStates", "Sets", "Between", "Jumps"),
 )
 
 
@@ -465,7 +465,6 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("HalfFrozen", "Block 2 is called with other settings of autograd"),
         ("HalfCast", "Block 2 is called with other settings of autograd or autocast"),
         ("Sliced", "A layer of the backbone was called by itself"),
-        ("ReadStates", "What a block returns beside its hidden state was used"),
         ("Auxiliary", "'sum' uses the hidden state between two blocks"),
         ("Typed", "'sum' uses the hidden state between two blocks"),
         ("Cached", "Block 0 was given a object, which can't be split"),

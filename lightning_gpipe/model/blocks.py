@@ -8,7 +8,7 @@ the last one runs all blocks, on all stages.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
@@ -27,7 +28,6 @@ from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import CONDITION, StandIn, Unknown, stand_in, with_known
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.model.watched import WatchedPlace
-from lightning_gpipe.tensors.tree import tree_tensors
 
 #: Runs all blocks: called with the first one's value and how each is run.
 RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
@@ -77,10 +77,27 @@ class Listening(nn.Module):
         listener, layers = self._listener, self._modules.values()
         return iter(layers) if listener is None else listener.loop_over(self._stand_ins(listener))
 
+    def __reversed__(self) -> Iterator[Any]:
+        self._check_backwards()
+        return reversed(layers_of(self))
+
     def __getitem__(self, index: Any) -> Any:
-        if self._listener is None or self._gives_layers(self._listener):
+        is_backwards = isinstance(index, slice) and (index.step or 1) < 0
+        if is_backwards:
+            self._check_backwards()
+        if self._listener is None or is_backwards or self._gives_layers(self._listener):
             return super().__getitem__(index)  # type: ignore[misc]
         return self._stand_ins(self._listener)[index]
+
+    def _check_backwards(self) -> None:
+        """Refuse a loop that goes backwards over layers of several stages; one's own are called."""
+        if self._listener is not None and not self._listener.is_alone:
+            raise RuntimeError(
+                "The model loops backwards over the backbone's layers, which are on several stages"
+                " and run in order. Do this, such as sampling from a normalizing flow, outside the"
+                " run, or in one with devices=1, where it runs as written: trainer.save_checkpoint"
+                " saves the whole module."
+            )
 
     def _gives_layers(self, listener: _Listener) -> bool:
         """Whether an index gives the layers themselves, though a function is attached."""
@@ -251,10 +268,10 @@ class _Listener:
             loop.watched.block(layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
             promise = loop.promise(value)
-            beside = loop.beside(value, returns.beside)
-            is_told = not part and blocks.as_tuple is not None
-            is_tuple = blocks.as_tuple if is_told else returns.is_tuple
-            return (promise, *beside) if is_tuple else promise
+            if returns.spec is not None:
+                beside = loop.beside(value, returns.spec.num_leaves - 1)
+                return tree_unflatten([promise, *beside], returns.spec)
+            return (promise,) if blocks.as_tuple and not part else promise
         self._loop = None
         given, program, promises = loop.end(returns.unsplit)
         with not_capturing(layers[0], len(layers)):
@@ -269,7 +286,8 @@ class _Listener:
         """What a block returns, by a run without data."""
         with self._as_written(module):
             returned = _returned(module, *loop.on_meta(args, kwargs))
-        return _Returns(max(len(returned) - 1, 0), len(returned) > 0, _unsplit(returned))
+        leaves, spec = tree_flatten(returned)
+        return _Returns() if spec.is_leaf() or not leaves else _Returns(spec, _unsplit(leaves))
 
     def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -284,34 +302,31 @@ class _Returns:
     """What a block returns.
 
     Args:
-        beside: How many elements behind the first.
-        is_tuple: Whether it is a tuple or a list.
-        unsplit: Which elements have the batch elsewhere than in dimension 0.
+        spec: The structure of a tuple, a dictionary and the like, whose first leaf is the hidden
+            state; None: it is a tensor, or that isn't known.
+        unsplit: Which leaves have the batch elsewhere than in dimension 0.
     """
 
-    beside: int = 0
-    is_tuple: bool = False
+    spec: TreeSpec | None = None
     unsplit: frozenset[int] = frozenset()
 
 
-def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
-    """The tuple or list that a block returns; empty: it returns none, or can't run without data."""
+def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What a block returns; None: it can't run without data."""
     try:
         with torch._C.DisableTorchFunction():
-            returned = run_as_set(block, *args, **kwargs)
+            return run_as_set(block, *args, **kwargs)
     except (UntraceableLayer, TypeError):
-        return ()
-    return tuple(returned) if isinstance(returned, (tuple, list)) else ()
+        return None
 
 
-def _unsplit(returned: tuple[Any, ...]) -> frozenset[int]:
-    """Which elements of a tuple have the batch in another dimension, as a recurrent state has."""
-    if not returned or not isinstance(returned[0], Tensor) or not returned[0].dim():
+def _unsplit(leaves: Sequence[Any]) -> frozenset[int]:
+    """Which leaves have the batch in another dimension, as a recurrent state has."""
+    if not isinstance(leaves[0], Tensor) or not leaves[0].dim():
         return frozenset()
-    n = len(returned[0])
-    tensors = [tree_tensors(one) for one in returned]
+    n = len(leaves[0])
     return frozenset(
         i
-        for i, found in enumerate(tensors)
-        if any(t.dim() > 1 and len(t) != n and n in t.shape[1:] for t in found)
+        for i, t in enumerate(leaves)
+        if isinstance(t, Tensor) and t.dim() > 1 and len(t) != n and n in t.shape[1:]
     )

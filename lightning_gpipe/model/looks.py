@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import Function
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
@@ -191,7 +191,7 @@ class Looks:
                 returned = run_as_set(block, *args, **kwargs)
         except (UntraceableLayer, TypeError):
             return None
-        elements = returned if isinstance(returned, (tuple, list)) else (returned,)
+        elements = tree_leaves(returned)
         return tuple(on_meta(one) if isinstance(one, Tensor) else one is None for one in elements)
 
 

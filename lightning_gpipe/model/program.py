@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import run_function
 from lightning_gpipe.model.run_layer import RunLayer
@@ -63,7 +63,7 @@ class Expected(NamedTuple):
     """What the model was told of what a block returns, before it ran.
 
     Args:
-        element: Its place in a tuple; 0: the hidden state.
+        element: Its place among the leaves; 0: the hidden state.
         shape: With -1 for the batch's dimension, as long as the hidden state's; None: it is None.
         dtype: Its type; None: that wasn't read.
     """
@@ -115,7 +115,7 @@ class LoopProgram:
         calls: A call per block.
         whole: Which noted tensors have a dimension of 1 in front of their own, so that none is
             taken for the batch's.
-        unsplit: Which elements of the last block's tuple can't be put together from micro-batches.
+        unsplit: Which elements of the last block's output can't be put together from micro-batches.
         text: The program as text; travels with the values, since all stages must run the same.
     """
 
@@ -188,14 +188,16 @@ class LoopProgram:
 
     def without(self, output: Any, instead: Any) -> Any:
         """The last block's output with something instead of what can't be put together."""
-        if not self.unsplit or not isinstance(output, (tuple, list)):
+        if not self.unsplit:
             return output
-        return tuple(instead if i in self.unsplit else one for i, one in enumerate(output))
+        leaves, spec = tree_flatten(output)
+        kept = [instead if i in self.unsplit else one for i, one in enumerate(leaves)]
+        return tree_unflatten(kept, spec)
 
 
-def _elements(output: Any, count: int) -> tuple[Any, ...]:
-    """What a block returns, as a tuple of so many at least."""
-    elements = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+def _elements(output: Any, count: int) -> Sequence[Any]:
+    """What a block returns, as so many elements at least: the leaves of a tuple and the like."""
+    elements = [output] if isinstance(output, Tensor) else tree_leaves(output)
     if len(elements) < count:
         raise RuntimeError(
             f"A block returns {len(elements)} elements, and the model uses number {count}, which"

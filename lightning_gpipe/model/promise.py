@@ -257,6 +257,12 @@ class Promise(Tensor):
         promise.__dict__["_promised"] = promised
         return promise
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The hidden state between two blocks has no attribute '{name}': it is a tensor. Blocks"
+            " may return tensors, and tuples, lists and dictionaries of them, but no other objects."
+        )
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -303,7 +309,8 @@ def refusal(func: Any, because: str = "") -> RuntimeError:
         " last one is called. Only what works sample by sample may stand there, such as"
         " activations, dropout, sums, products, nn.LayerNorm, and others along dimensions that"
         " aren't the batch's. Write the rest, such as batch norm, into a block, or build the blocks"
-        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} {CONDITION}"
+        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} A pass that leaves out the last block,"
+        f" such as by LayerDrop, ends here, too. {CONDITION}"
     )
 
 
