@@ -223,6 +223,7 @@ ALONE: dict[str, Any] = {
         torch.cat([torch.ones(len(x)), torch.zeros(len(x))]),
     ),
     "a hinge that each keeps": lambda m, x, t, y, w: F.relu(scores_of(m, x) - 1e3).mean(),
+    "logged functions of means": lambda *given: logged_functions(*given),
     "mapped": lambda m, x, t, y, w: torch.vmap(F.cross_entropy)(scores_of(m, x), y).mean(),
 }
 
@@ -265,6 +266,30 @@ def only_logged(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tens
     return F.cross_entropy(scores, y)
 
 
+def logged_negative(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores = scores_of(m, x)
+    alike = F.normalize(scores) @ F.normalize(scores).T
+    pairs = (y.view(-1, 1) == y).float() * (1 - torch.eye(len(x)))
+    m.log("pairs", -((pairs * alike).sum(1) / pairs.sum(1).clamp(min=1)).mean())
+    return F.cross_entropy(scores, y)
+
+
+def logged_hinge(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores = scores_of(m, x)
+    m.log("active", (torch.cdist(scores, scores) > 1e3).float().mean())
+    return F.cross_entropy(scores, y)
+
+
+def logged_functions(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    scores = scores_of(m, x)
+    loss = F.cross_entropy(scores, y)
+    m.log("minus", -loss)
+    m.log("perplexity", loss.exp())
+    m.log("root", (m.value(scores @ m.head.weight)[:, 0] - w).square().mean().sqrt())
+    m.log("wrong", 1 - (scores.argmax(1) == y).float().mean())
+    return loss
+
+
 def compared(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
     views = scores_of(m, torch.cat([x, -x, x + 1])).chunk(3)
     one, other, third = (F.normalize(view, dim=1) for view in views)
@@ -280,6 +305,8 @@ TOGETHER: dict[str, Any] = {
     "risks": at_risk,
     "mixup of what is embedded": mixed_up,
     "a covariance that is logged": only_logged,
+    "a negative mean that is logged": logged_negative,
+    "a hinge that is logged": logged_hinge,
     "a share of itself": lambda m, x, t, y, w: (
         (loss := F.cross_entropy(scores_of(m, x), y)) / loss.detach()
     ),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.strategy.merging import weighted_mean
-from lightning_gpipe.strategy.recipes import Recipe, may_be_mean
+from lightning_gpipe.strategy.recipes import Recipe, means_of
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
@@ -115,8 +115,8 @@ class StepLog:
         recipe = self._values.recipe_of(value)
         entry = _Entry(self._micro_batch, value, bound, recipe)
         if isinstance(value, Tensor):
-            if self._means is not None and may_be_mean(recipe) and _takes_mean(entry):
-                self._means.append((_what(name), value))
+            if self._means is not None and _takes_mean(entry):
+                self._means += [(_what(name), mean) for mean in means_of(value, recipe)]
             entry = replace(entry, value=value.detach().clone())
         count = self._counts[name] = self._counts.get(name, 0) + 1
         self._entries.setdefault((name, count), []).append(entry)

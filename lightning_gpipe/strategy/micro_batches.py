@@ -35,7 +35,7 @@ from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.logged import BatchSizes, StepLog
 from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
 from lightning_gpipe.strategy.merging import merge, weighted_mean
-from lightning_gpipe.strategy.recipes import may_be_mean
+from lightning_gpipe.strategy.recipes import means_of
 from lightning_gpipe.strategy.step_attributes import StepAttributes
 from lightning_gpipe.strategy.step_buffers import StepBuffers
 from lightning_gpipe.strategy.step_metrics import StepMetrics
@@ -150,9 +150,10 @@ class _MiniBatch:
         if isinstance(result, Mapping):
             values = {f" as {name!r}": value for name, value in result.items()}
         return [
-            (f"What the step returned{name}", value)
+            (f"What the step returned{name}", mean)
             for name, value in values.items()
-            if isinstance(value, Tensor) and may_be_mean(recipe_of(value))
+            if isinstance(value, Tensor)
+            for mean in means_of(value, recipe_of(value))
         ]
 
 

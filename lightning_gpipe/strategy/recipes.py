@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.model.remote import told
 from lightning_gpipe.strategy.merging import weighted_mean
@@ -31,6 +33,7 @@ class Mean:
         is_sure: Whether that is known; else it is so if the divisor is a whole number.
         elements: How many were added up to what is divided; 0: it isn't known.
         is_clamped: Whether what was divided by is the divisor, but at least 1 or less.
+        tensor: The scalar in the step; None: it isn't known.
     """
 
     value: Tensor
@@ -39,6 +42,7 @@ class Mean:
     is_sure: bool = False
     elements: int = 0
     is_clamped: bool = False
+    tensor: weakref.ref[Tensor] | None = field(default=None, compare=False, repr=False)
     is_of_metrics = False
 
 
@@ -103,9 +107,20 @@ class Other:
 Recipe: TypeAlias = Mean | Given | Computed | Mixed | Other
 
 
-def may_be_mean(recipe: Recipe | None) -> bool:
-    """Whether a value may be a mean over samples."""
-    return recipe is None or isinstance(recipe, Mean)
+def means_of(value: Tensor, recipe: Recipe | None) -> list[Tensor]:
+    """The scalars of a step that should be means over samples, of those that make a value.
+
+    Args:
+        value: The value.
+        recipe: How it comes about.
+    """
+    if recipe is None or isinstance(recipe, Mean):
+        return [value]
+    leaves = tree_leaves(recipe.args) if isinstance(recipe, Computed) else ()
+    places = [leaf.tensor for leaf in leaves if isinstance(leaf, Mean)]
+    found = [t for place in places if place is not None and (t := place()) is not None]
+    nested = (means_of(value, leaf) for leaf in leaves if isinstance(leaf, Computed))
+    return [*found, *(tensor for tensors in nested for tensor in tensors)]
 
 
 def is_sum(recipe: Recipe | None) -> bool:

@@ -138,10 +138,7 @@ class Replay:
         is_mean = self._is_separable(found, weights, of_all=not self._has_places)
         if not is_mean or self._has_mixed_gradient(found, weights):
             return found.mixer
-        if len({float(value.detach()) for value in found.values}) > 1:
-            return None
-        # nothing shows in a hinge's 0: what has come together on the way may count for others
-        return (found.way or None) if self._names else ""
+        return self._mixer_on_the_way(found)
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
         """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
@@ -149,7 +146,18 @@ class Replay:
         if found is None or value.ndim or not value.is_floating_point():
             return None
         ways = self._numbers(None), self._numbers(weight), found.counts or self._numbers(None)
-        return None if any(self._is_separable(found, way) for way in ways) else found.mixer
+        if not any(self._is_separable(found, way) for way in ways):
+            return found.mixer
+        return None if any(map(bool, found.values)) else self._mixer_on_the_way(found)
+
+    def _mixer_on_the_way(self, found: _Four) -> str | None:
+        """What has come together on the way to a number that is the same in all runs.
+
+        Nothing shows in a hinge's 0, and for other samples it may.
+        """
+        if len({float(value.detach()) for value in found.values}) > 1:
+            return None
+        return (found.way or None) if self._names else ""
 
     def _numbers(self, value: Any) -> Sequence[float]:
         """What a number is in each run; None: 1."""

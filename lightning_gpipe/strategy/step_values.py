@@ -8,11 +8,11 @@ mini-batch gives.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -74,8 +74,8 @@ class StepValues:
     """Values of the steps of a mini-batch that aren't means over samples."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}  # by id
-        self._of_one: dict[int, weakref.ref[Tensor]] = {}  # computed of one sample's row, by id
+        self._known: dict[int, tuple[ref[Tensor], Recipe]] = {}  # by id
+        self._of_one: dict[int, ref[Tensor]] = {}  # computed of one sample's row, by id
         self._chosen = set[int]()  # numbers of rows that a step has chosen
         self._aliases = Aliases()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
@@ -151,7 +151,7 @@ class StepValues:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
         elif is_free and _MIXED not in known and len(known) + len(means) == len(given):
-            recipes.update((id(tensor), Mean(trace.values.keep(tensor))) for tensor in means)
+            recipes.update((id(t), Mean(trace.values.keep(t), tensor=ref(t))) for t in means)
             args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), (ran.args, ran.kwargs))
             for i, tensor in enumerate(made):
                 self._note(tensor, Computed(ran.function, args, i, is_of_metrics))
@@ -175,7 +175,7 @@ class StepValues:
 
     def _note(self, tensor: Tensor, recipe: Recipe | None) -> None:
         if recipe is not None:
-            self._known[id(tensor)] = weakref.ref(tensor), recipe
+            self._known[id(tensor)] = ref(tensor), recipe
 
     def _is_of_one_sample(self, ran: Ran) -> bool:
         """Whether a function computes with the row of a sample, or puts such together."""
@@ -183,7 +183,7 @@ class StepValues:
         if not of_one and not takes_one(ran, self.samples):
             return False
         if ran.name not in _TOGETHER and (ran.name not in ADD or of_one < 2):
-            self._of_one.update((id(tensor), weakref.ref(tensor)) for tensor in ran.made)
+            self._of_one.update((id(tensor), ref(tensor)) for tensor in ran.made)
         return True
 
     def _is_of_one(self, tensor: Tensor) -> bool:
@@ -233,7 +233,8 @@ class StepValues:
         elements = divided.elements if isinstance(divided, Other) else 0
         is_clamped = clamped is not None
         value = trace.values.keep(ran.result)
-        return Mean(value, kept, counts, elements=elements, is_clamped=is_clamped)
+        place = ref(ran.result)
+        return Mean(value, kept, counts, elements=elements, is_clamped=is_clamped, tensor=place)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
@@ -355,8 +356,12 @@ def _mean_made(trace: StepTrace, ran: Ran, made: Tensor, counts: bool) -> Mean |
         return None
     count = count_of(trace, ran) if counts else None
     if origin is None:  # such as one of the batch
-        return Mean(made.detach().clone(), count, count is not None, is_sure=True)
-    return None if count is None else Mean(trace.values.keep(made), count, True, is_sure=True)
+        return Mean(made.detach().clone(), count, count is not None, True, tensor=ref(made))
+    return (
+        None
+        if count is None
+        else Mean(trace.values.keep(made), count, True, True, tensor=ref(made))
+    )
 
 
 def _may_be_mean(value: Any) -> bool:
