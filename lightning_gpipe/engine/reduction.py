@@ -131,8 +131,8 @@ class Reductions:
             return (
                 "The loss seems to be a sum over samples. With step='micro-batch' it becomes the"
                 f" mean of the {len(seen)} micro-batches' losses, which is 1/{len(seen)} of the"
-                " mini-batch's sum, and so do the gradients. Return a mean, or use"
-                " GPipeStrategy(step='mini-batch')."
+                " mini-batch's sum, and so do the gradients. Return a mean; if it is one, but of"
+                " what was averaged over the batch before, use GPipeStrategy(step='mini-batch')."
             )
         is_other = not is_weighted and _differ([each.counts for each in seen], running.sizes)
         if is_other and not self._curve:
@@ -141,7 +141,8 @@ class Reductions:
                 " such as tokens that aren't padding, or over different weights, and each"
                 ' micro-batch counts by its samples. Return {"loss": loss, "weight": the number of'
                 " elements, or the sum of their weights} from the step, so that the mini-batch's"
-                " loss is the mean over all of them."
+                " loss is the mean over all of them. If it adds up several means over numbers of"
+                " their own, or compares samples, use GPipeStrategy(step='mini-batch')."
             )
         if self._curve or self.mixer is not None:
             name = self._curve or self.mixer

@@ -20,6 +20,7 @@ from lightning_gpipe.engine.batch_statistics import Seen
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
 from lightning_gpipe.engine.context import ForwardContext
+from lightning_gpipe.engine.first_data import FirstData
 from lightning_gpipe.engine.injected import InjectedGradients
 from lightning_gpipe.engine.layer_hooks import Hooks, LayerHooks
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch
@@ -113,6 +114,7 @@ class Stage:
         self._modules = list(unique.values())
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
         self._writes = ParameterWrites(self._parameters)
+        self._first_data = FirstData(self._layers)
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
         self._attributes = LayerAttributes([*self._layers.values()])
@@ -198,6 +200,7 @@ class Stage:
             self._buffers.forward(call.buffers, call.modes, m, call.count, keep_graph),
             self._watched(),  # around batch norm's, whose traces are gone then
             self._batch_norm.micro_batch(recompute=False),
+            self._first_data.watched(m, call.count),
         ):
             enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)
