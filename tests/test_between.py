@@ -507,6 +507,18 @@ class Halves(Loop):
         return self.head(torch.cat([one, other], -1))
 
 
+class TwoKept(Two):
+    """Uses both hidden states behind a loop of two passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, kept = self.before(x), []
+        for block in self.blocks:
+            hidden = block(hidden)
+            kept.append(hidden)
+            hidden = hidden.relu()
+        return self.head(hidden + F.pad(kept[0], (0, WIDTH - kept[0].shape[1])) + kept[1])
+
+
 class Named(NamedTuple):
     hidden: Tensor
     parts: dict[str, Any]
@@ -871,7 +883,7 @@ WORK = (
         AsksSequence,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
-    *(Structures, Dictionaries, KeepsStates),
+    *(TwoKept, Structures, Dictionaries, KeepsStates),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 

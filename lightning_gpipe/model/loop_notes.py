@@ -162,12 +162,15 @@ class LoopNotes:
 
         Those that it has kept for longer than a pass, and those of the last pass that stand where
         others stand that it has used after the next block, or has kept, one or two passes before:
-        blocks may be of two kinds in turn.
+        blocks may be of two kinds in turn. Of two blocks, whose first pass has none before it, all
+        that the model has kept.
 
         Args:
             alive: What the model has kept.
         """
         alive, last = set(alive), len(self.parts) - 1
+        if last < 2:
+            return sorted(alive)
         found = {v for v in alive if v.block < last - 1}
         for value in alive - found:
             before = value.before()

@@ -324,7 +324,9 @@ def too_late(what: str) -> RuntimeError:
 
 
 def _named(func: Any) -> str:
-    return f"'{getattr(func, '__name__', func)}'"
+    name = getattr(func, "__name__", func)
+    is_read = name == "__get__"  # of an attribute
+    return f"'{getattr(func.__self__, '__name__', name) if is_read else name}'"
 
 
 _IN_SEQUENCE = "through which a tuple can take what jumps over some"
