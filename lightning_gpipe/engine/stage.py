@@ -113,8 +113,7 @@ class Stage:
         }
         self._modules = list(unique.values())
         self._parameters = [p for layer in self._layers.values() for p in layer.parameters()]
-        self._writes = ParameterWrites(self._parameters)
-        self._first_data = FirstData(self._layers)
+        self._writes, self._first_data = ParameterWrites(self._parameters), FirstData(self._layers)
         self._batch_norm = DeferredBatchNorm(self._modules, deferred_batch_norm, across)
         self._buffers = LayerBuffers(self._modules)
         self._attributes = LayerAttributes([*self._layers.values()])
@@ -190,8 +189,7 @@ class Stage:
         drops = trains and not keep_graph
         # nothing is split: layers may do with the batch what they do without a pipeline
         is_lent = self._is_alone and call.count == 1 and not drops
-        record = MicroBatch(requires_grad, is_own, is_lent)
-        call.micro_batches[m] = record
+        record = call.micro_batches[m] = MicroBatch(requires_grad, is_own, is_lent)
         if drops:
             call.met[m] = _Met(self._attributes.met(), self._hooks.met(), copy_context())
         with (

@@ -70,6 +70,18 @@ class _Four:
     size: Tensor | None = None
     way: str = ""
 
+    def mixer_on_the_way(self, names: bool) -> str | None:
+        """What has come together on the way to a number that is the same in all runs.
+
+        Nothing shows in a hinge's 0, and for other samples it may.
+
+        Args:
+            names: Whether names are known.
+        """
+        if len({float(value.detach()) for value in self.values}) > 1:
+            return None
+        return (self.way or None) if names else ""
+
 
 class Replay:
     """Four runs of a step.
@@ -138,7 +150,7 @@ class Replay:
         is_mean = self._is_separable(found, weights, of_all=not self._has_places)
         if not is_mean or self._has_mixed_gradient(found, weights):
             return found.mixer
-        return self._mixer_on_the_way(found)
+        return found.mixer_on_the_way(self._names)
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
         """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
@@ -148,16 +160,7 @@ class Replay:
         ways = self._numbers(None), self._numbers(weight), found.counts or self._numbers(None)
         if not any(self._is_separable(found, way) for way in ways):
             return found.mixer
-        return None if any(map(bool, found.values)) else self._mixer_on_the_way(found)
-
-    def _mixer_on_the_way(self, found: _Four) -> str | None:
-        """What has come together on the way to a number that is the same in all runs.
-
-        Nothing shows in a hinge's 0, and for other samples it may.
-        """
-        if len({float(value.detach()) for value in found.values}) > 1:
-            return None
-        return (found.way or None) if self._names else ""
+        return None if any(map(bool, found.values)) else found.mixer_on_the_way(self._names)
 
     def _numbers(self, value: Any) -> Sequence[float]:
         """What a number is in each run; None: 1."""
