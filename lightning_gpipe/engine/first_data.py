@@ -23,6 +23,9 @@ _TEXT = (
 )
 
 
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
 class _Flag(NamedTuple):
     """A buffer that may tell whether a layer is set up."""
 
@@ -108,18 +111,16 @@ def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     }
     for name, parameter in layer.named_parameters():
-        if id(parameter) not in short and parameter.is_floating_point():
+        is_plain = parameter.dtype in _DTYPES and type(parameter.detach()) is Tensor
+        if is_plain and id(parameter) not in short:
             yield name, parameter
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[float]:
-    """The mean size of each: another one, if another value stands there."""
-    sizes = [torch.linalg.vector_norm(t.detach(), dtype=_counting(t)) for t in tensors]
-    return [float(size) for size in sizes]
-
-
-def _counting(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    """The size of each: another one, if another value stands there."""
+    kinds = [torch.promote_types(t.dtype, torch.float32) for t in tensors]
+    pairs = zip(tensors, kinds, strict=True)
+    return [float(torch.linalg.vector_norm(t.detach(), dtype=kind)) for t, kind in pairs]
 
 
 def _unset_flags(layer: nn.Module) -> Iterator[_Flag]:

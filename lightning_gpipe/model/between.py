@@ -37,6 +37,11 @@ class Function:
     is_in_place: bool = False
     of_samples: str = ""
 
+    @property
+    def may_share(self) -> bool:
+        """Whether its result may be its argument, or share its memory, as that lies there."""
+        return self.name.rpartition(".")[2] in _SHARING
+
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int] | None:
         """Look whether a call works sample by sample.
 
@@ -70,6 +75,11 @@ class Function:
 _OF_ANY = {
     "torch.einsum",
     *("Tensor.reshape_as", "Tensor.view_as", "Tensor.to", "Tensor.type_as"),
+}
+#: Functions that copy where they must: without data it isn't known.
+_SHARING = {
+    *("contiguous", "double", "flatten", "float", "half", "reshape", "reshape_as", "to", "type_as"),
+    *("bfloat16", "bool", "int", "long"),
 }
 #: Functions that are given sizes, of which the batch's is another one in a micro-batch.
 _OF_SHAPES = {

@@ -240,5 +240,5 @@ def _applied(
     if not isinstance(result, Tensor):
         raise refusal(func)
     memory = {leaf.untyped_storage()._cdata for leaf in leaves if is_tensor(leaf)}
-    is_shared = result.untyped_storage()._cdata in memory
+    is_shared = function.may_share or result.untyped_storage()._cdata in memory
     return {i for i, leaf in enumerate(leaves) if id(leaf) in whole}, result, is_shared

@@ -104,7 +104,7 @@ class Loop:
                 " them all, in order. What else a step needs of a layer, let the layer return"
                 f" beside its output, or make it a module outside the backbone. {CONDITION}"
             )
-        if not isinstance(self.hidden, Tensor):
+        if not isinstance(self.hidden, Tensor) or not self.hidden.ndim:
             raise RuntimeError(
                 "The first block was called without a tensor as an argument by itself, which a loop"
                 f" hands on: a tuple goes through an nn.Sequential alone. {CONDITION}"
