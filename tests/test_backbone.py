@@ -96,7 +96,10 @@ def test_the_remedy_is_for_this_model(build: Callable[[], nn.Module], remedy: st
 
 
 class Own(nn.Sequential):
-    """Calls its layers in its own way."""
+    """Gives its layers in its own way."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -330,6 +333,11 @@ class OwnForward(nn.Sequential):
         return super().forward(x) + x
 
 
-def test_a_sequence_with_a_forward_of_its_own_is_named() -> None:
-    with pytest.raises(ValueError, match="'net' has a forward of its own, so it can't be cut"):
-        find_backbone(module(net=OwnForward(*layers())), None)
+def test_a_sequence_with_a_forward_of_its_own_is_found() -> None:
+    """Where that can be listened to, and others where it isn't most of the model."""
+    assert find_backbone(module(net=OwnForward(*layers())), None) == "net"
+    small = module(net=OwnForward(*layers()), body=nn.Sequential(*layers(), *layers()))
+    assert find_backbone(small, None) == "body"
+    assert find_backbone(small, "net") == "net"
+    with pytest.raises(ValueError, match="'net' has a forward of its own, and can be cut if it"):
+        find_backbone(module(net=Own(*layers())), None)

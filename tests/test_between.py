@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -519,6 +521,47 @@ class TwoKept(Two):
         return self.head(hidden + F.pad(kept[0], (0, WIDTH - kept[0].shape[1])) + kept[1])
 
 
+class Flows(nn.Sequential):
+    """Loops over itself."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        total = hidden.new_zeros(len(hidden))
+        for layer in self:
+            hidden, part = layer(hidden)
+            total = total + part
+        return hidden, total
+
+
+class OwnLoop(Loop):
+    """A sequence with a forward of its own."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks: Any = Flows(*(Coupling(WIDTH, WIDTH) for _ in range(self.count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.blocks(self.before(x))
+        return self.head(hidden) + total.unsqueeze(1)
+
+
+class Stack(nn.ModuleList):
+    def forward(self, hidden: Tensor) -> Tensor:
+        for i, layer in enumerate(self):
+            hidden = layer(hidden) if i else layer(hidden).relu() + hidden
+        return hidden
+
+
+class OwnList(Loop):
+    """A list with a forward."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = Stack(self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.before(x)))
+
+
 class Named(NamedTuple):
     hidden: Tensor
     parts: dict[str, Any]
@@ -883,7 +926,7 @@ WORK = (
         AsksSequence,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
-    *(TwoKept, Structures, Dictionaries, KeepsStates),
+    *(TwoKept, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 
@@ -993,6 +1036,23 @@ def validated(kind: Any, stages: int) -> Any:
     run = trainer(devices=stages or 1, strategy=strategy, **options)
     run.fit(kind("sgd"))
     return run.callback_metrics["sampled"]
+
+
+def test_what_loops_over_itself_is_of_its_class_again() -> None:
+    module = OwnLoop()
+    during = []
+
+    def look(*_: Any) -> None:
+        copied = copy.deepcopy(module.blocks)
+        during.append((type(module.blocks), type(copied), type(copied[0])))
+
+    module.on_train_batch_end = look  # type: ignore[method-assign]
+    train(module, max_steps=1, strategy=GPipeStrategy(2))
+    ((taken, copied, layer),) = during
+    assert issubclass(taken, Flows)
+    assert taken is not Flows
+    assert (copied, layer, type(module.blocks)) == (Flows, Coupling, Flows)
+    assert type(pickle.loads(pickle.dumps(module.blocks))) is Flows
 
 
 def test_a_loop_may_go_backwards_on_one_stage() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_gpipe.model.blocks import Blocks
+from lightning_gpipe.model.blocks import Blocks, loops_over_itself
 from lightning_gpipe.model.parameters import parameter_count
 from lightning_gpipe.model.redirect import Redirect
 
@@ -45,6 +45,7 @@ def find_backbone(
     shares = {key: parameter_count([body]) / total for key, body in candidates.items()}
     blocks = _without_copies(dict(_lists(module, "")))
     lists = {key: parameter_count([body]) / total for key, body in blocks.items()}
+    lists = {k: s for k, s in lists.items() if s > 0.5 or isinstance(blocks[k], nn.ModuleList)}
     largest = max(lists, key=lambda key: lists[key], default=None)
     if largest is not None and lists[largest] > max(shares.values(), default=0.0):
         return largest
@@ -90,7 +91,12 @@ def _with_own_forward(module: nn.Module) -> str:
         for name, part in module.named_modules()
         if name and isinstance(part, nn.Sequential) and not _is_sequential(part)
     ]
-    return f" {found[0]} has a forward of its own, so it can't be cut." if found else ""
+    return (
+        f" {found[0]} has a forward of its own, and can be cut if it loops over itself, as in `for"
+        f" layer in self`, and holds more than half of the parameters, or is named."
+        if found
+        else ""
+    )
 
 
 def _without_parts(candidates: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -167,11 +173,11 @@ def _checked(module: nn.Module, name: str) -> str:
         raise ValueError(
             f"backbone={name!r}: {type(module).__name__} has no such submodule. {_found(module)}"
         ) from None
-    if not _is_sequential(body) and type(body) is not nn.ModuleList:
+    if not _is_sequential(body) and not loops_over_itself(body):
         raise ValueError(
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
-            " nn.Sequential that keeps nn.Sequential.forward, an nn.ModuleList that the model loops"
-            f" over, or lightning_gpipe.Blocks. {_found(module)}"
+            " nn.Sequential that keeps nn.Sequential.forward, or whose own one loops over it, an"
+            f" nn.ModuleList that the model loops over, or lightning_gpipe.Blocks. {_found(module)}"
         )
     if not body._modules:
         raise ValueError(f"backbone={name!r} has no layers: name one that has some.")
@@ -213,7 +219,8 @@ def _is_sequential(module: nn.Module) -> bool:
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The outermost lists of blocks that may become :class:`Blocks`."""
     for key, child in module.named_children():
-        if isinstance(child, nn.ModuleList) and not isinstance(child, Blocks) and len(child) > 1:
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and loops_over_itself(child)
+        if is_list and not isinstance(child, Blocks) and len(child._modules) > 1:
             yield f"{prefix}{key}", child
         else:
             yield from _lists(child, f"{prefix}{key}.")

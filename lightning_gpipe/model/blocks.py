@@ -7,11 +7,12 @@ the last one runs all blocks, on all stages.
 
 from __future__ import annotations
 
+import copyreg
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import NoneType
 from typing import Any, TypeAlias
 
@@ -163,11 +164,48 @@ class Sequential(Listening, nn.Sequential):
         return nn.Sequential, (), state
 
 
-#: What a pipeline makes of a backbone while it has it.
-TAKEN_OVER: dict[type[nn.Module], type[Listening]] = {
+class _OfUser(Listening):
+    """The first base of what is made of a user's class; its copies are of that class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
+        return copyreg.__newobj__, (type(self).__bases__[1],), state  # type: ignore[attr-defined]
+
+
+_TAKEN_OVER: dict[type[nn.Module], type[Listening]] = {
     nn.ModuleList: Blocks,
     nn.Sequential: Sequential,
 }
+
+
+@cache
+def listening(kind: Any) -> type[Listening] | None:
+    """What a pipeline makes of a backbone of a class while it has it.
+
+    Args:
+        kind: The class; an ``nn.Sequential`` with a forward of its own loops over itself.
+
+    Returns:
+        The class that it gets; None: it stays as it is.
+    """
+    if kind in _TAKEN_OVER or issubclass(kind, Listening):
+        return _TAKEN_OVER.get(kind)
+    for base in _TAKEN_OVER:
+        is_called = base is nn.Sequential and kind.forward is base.forward
+        names = "__iter__", "__getitem__", "__reversed__"
+        is_plain = all(getattr(kind, n, None) is getattr(base, n, None) for n in names)
+        if issubclass(kind, base) and is_plain and not is_called:
+            attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            return type(kind.__name__, (_OfUser, kind), attributes)
+    return None
+
+
+def loops_over_itself(module: nn.Module) -> bool:
+    """Whether it is a list, or a sequence with a forward of its own, that can be listened to."""
+    kind: Any = type(module)
+    is_called = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
+    is_own = isinstance(module, Listening) or listening(kind) is not None
+    return not is_called and is_own
 
 
 class _Listener:

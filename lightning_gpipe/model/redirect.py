@@ -13,7 +13,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from lightning_gpipe.model.blocks import TAKEN_OVER, Listening
+from lightning_gpipe.model.blocks import Listening, listening, loops_over_itself
 
 _saved_tensors_hooks: Callable[[bool], Any] = getattr(  # noqa: B009
     torch._C._autograd, "_top_saved_tensors_default_hooks"
@@ -80,9 +80,9 @@ class Redirections:
 
     def take_over(self, backbone: nn.Module) -> None:
         """Listen to loops over a backbone's layers, too, until :meth:`end`."""
-        kind = type(backbone)
-        if kind in TAKEN_OVER:
-            backbone.__class__ = TAKEN_OVER[kind]
+        kind: Any = type(backbone)
+        if (taken := listening(kind)) is not None:
+            backbone.__class__ = taken
             self._taken_over += [(backbone, kind)] if isinstance(backbone, Listening) else []
 
     def end(self) -> None:
@@ -97,8 +97,8 @@ class Redirections:
         self._targets[module] = target
         if isinstance(module, Listening):
             module.attach(target, self.suspended, self._is_alone)
-        if isinstance(module, nn.ModuleList):
-            return  # has no forward
+        if loops_over_itself(module):
+            return  # it has no forward, or that is a loop
         # a forward of the instance's own: torch.compile sets one, and users do
         previous = module.__dict__.get("forward")
         original = previous.original if isinstance(previous, Redirect) else previous
