@@ -562,6 +562,41 @@ class OwnList(Loop):
         return self.head(self.blocks(self.before(x)))
 
 
+class Mixture(Rows):
+    """Every second block returns something beside the hidden state, in other orders."""
+
+    def block(self, i: int) -> nn.Module:
+        return Ordered(WIDTH, WIDTH, ("", "ha", "ah")[i % 3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, total = self.before(x), 0
+        for i, block in enumerate(self.blocks):
+            made = block(hidden, i > 3)
+            if isinstance(made, dict):
+                hidden = made["hidden"]
+                total = total + made["a"]
+                if "twice" in made:
+                    total = total + made["twice"]
+            else:
+                hidden = made
+        return self.head(hidden) + total
+
+
+class Ordered(nn.Linear):
+    def __init__(self, wide: int, width: int, order: str) -> None:
+        super().__init__(wide, width)
+        self.order = order
+
+    def forward(self, hidden: Tensor, twice: bool) -> Any:
+        made = super().forward(hidden)
+        found = {"hidden": made, "a": made[:, :1].tanh()}
+        if self.order == "ah":
+            found = {"a": found["a"], "hidden": made}
+        if twice:
+            found["twice"] = made[:, 1:2]
+        return found if self.order else made
+
+
 class Named(NamedTuple):
     hidden: Tensor
     parts: dict[str, Any]
@@ -821,6 +856,55 @@ class Logits(nn.Linear):
         return SimpleNamespace(logits=super().forward(hidden))
 
 
+class NumberFirst(Scalars):
+    def block(self, i: int) -> nn.Module:
+        return Reversed(WIDTH, WIDTH)
+
+
+class Reversed(Balanced):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden)[::-1]
+
+
+class ByValues(Loop):
+    """Returns another structure where the values are known."""
+
+    def block(self, i: int) -> nn.Module:
+        return Lately(WIDTH, WIDTH)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made = block(hidden)
+        return made[0] if isinstance(made, tuple) else made
+
+
+class Lately(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        made = super().forward(hidden)
+        return made if hidden.is_meta else (made + 1, made)
+
+
+class Roots(Scalars):
+    def forward(self, x: Tensor) -> Any:
+        hidden, total = self.before(x), 0
+        for block in self.blocks:
+            hidden, part = block(hidden)
+            total = total + part.sqrt()
+        return self.head(hidden), total
+
+
+class AfterIdentity(Loop):
+    """Changes in place what a block may have handed through."""
+
+    def block(self, i: int) -> nn.Module:
+        return Handed(WIDTH, WIDTH) if i == 2 else super().block(i)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        before, hidden = hidden, block(hidden)
+        if i:
+            before += 1
+        return hidden
+
+
 class Changing(Rows):
     """Returns something else where the values are known."""
 
@@ -926,7 +1010,7 @@ WORK = (
         AsksSequence,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
-    *(TwoKept, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
+    *(TwoKept, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 
@@ -980,6 +1064,10 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
         (DropsNothing, "'add_' uses the hidden state between two blocks"),
         (Probes, "uses a hidden state of a block that isn't the last one"),
+        (NumberFirst, "returns Tensor first, or a tensor without dimensions: let it return the"),
+        (ByValues, r"Block 0 returned TreeSpec\(tuple, .*, not a tensor as it did without data"),
+        (Roots, "'sqrt' uses the hidden state between two blocks"),
+        (AfterIdentity, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (Changing, r"Block 0 returned something of shape \[\d, 6\], not None, as it was expected"),
         (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),

@@ -7,9 +7,9 @@ a pipeline they see a mini-batch, here a micro-batch, and what they set stays.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,36 +17,28 @@ from torch.nn.modules.batchnorm import _NormBase
 
 _TEXT = (
     "Layer {index} ({layer}) of the backbone changes {what} in its forward of the first micro-batch"
-    " of a run. If it sets itself up by the first data, as ActNorm and some codebooks do, it has"
-    " seen a micro-batch in place of the mini-batch, and the whole run differs from one without a"
-    " pipeline. Call the module once with a whole mini-batch before trainer.fit, or use chunks=1."
+    " of a run, and not in the second one's. If it sets itself up by the first data, as ActNorm and"
+    " some codebooks do, it has seen a micro-batch in place of the mini-batch, and the whole run"
+    " differs from one without a pipeline. Call the module once with a whole mini-batch before"
+    " trainer.fit, or use chunks=1."
 )
 
 
-_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-
-
-class _Flag(NamedTuple):
-    """A buffer that may tell whether a layer is set up."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def value(self) -> float | None:
-        """Its value; None: it has another number of elements than one."""
-        buffer = self.module._buffers.get(self.name)
-        is_one = buffer is not None and buffer.numel() == 1 and not buffer.is_complex()
-        return float(buffer.detach()) if buffer is not None and is_one else None
-
-    @property
-    def is_set(self) -> bool:
-        """Whether it is 1, or True."""
-        return self.value == 1
+#: The types of what is looked at, and in which its size is computed.
+_KINDS = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32),
+    **dict.fromkeys(
+        (torch.float64, torch.bool, torch.uint8, torch.int32, torch.int64), torch.float64
+    ),
+}
+_State: TypeAlias = dict[str, tuple[float | str, int]]
 
 
 class FirstData:
     """Looks at the first call with gradients, and at the first one without.
+
+    Such a layer changes parameters in the first micro-batch, or sets a flag beside other buffers
+    that it changes, and leaves them as they are in the second one.
 
     Args:
         layers: Those of a stage, by their index in the backbone.
@@ -55,7 +47,7 @@ class FirstData:
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         self._layers = layers
         self._seen = set[bool]()
-        self._set: dict[int, list[_Flag]] = {}  # those that the first micro-batch has set
+        self._changed: dict[int, _State] = {}  # what the first micro-batch has changed
         self._warned = set[int]()
 
     def watched(self, m: int, micro_batches: int) -> AbstractContextManager[None]:
@@ -68,33 +60,34 @@ class FirstData:
         if m == 0 and micro_batches > 1 and torch.is_grad_enabled() not in self._seen:
             self._seen.add(torch.is_grad_enabled())
             return self._look()
-        if m == 1 and self._set:
+        if m == 1 and self._changed:
             return self._look_again()
         return nullcontext()
 
     @contextmanager
     def _look(self) -> Iterator[None]:
-        parameters = {i: dict(_own_parameters(layer)) for i, layer in self._layers.items()}
-        before = {i: _sizes([*named.values()]) for i, named in parameters.items()}
-        flags = {i: list(_unset_flags(layer)) for i, layer in self._layers.items()}
+        before = {i: _state_of(layer) for i, layer in self._layers.items()}
         yield
-        for i, named in parameters.items():
-            pairs = zip(named, before[i], _sizes([*named.values()]), strict=True)
-            changed = [
-                name for name, was, now in pairs if was != now and (was == was or now == now)
-            ]
+        for i, layer in self._layers.items():
+            now = _state_of(layer)
+            changed = {n: v for n, v in now.items() if n in before[i] and before[i][n] != v}
             if changed:
-                self._warn(i, f"its parameter '{changed[0]}'")
-        found = {i: [flag for flag in each if flag.is_set] for i, each in flags.items()}
-        self._set = {i: each for i, each in found.items() if each}
+                self._changed[i] = changed
 
     @contextmanager
     def _look_again(self) -> Iterator[None]:
         yield
-        for i, flags in self._set.items():
-            if name := next((flag.name for flag in flags if flag.is_set), None):  # no counter
-                self._warn(i, f"its buffer '{name}', which seems to tell whether it is set up,")
-        self._set = {}
+        for i, changed in self._changed.items():
+            now = _state_of(self._layers[i])
+            found = {n: v for n, v in changed.items() if now.get(n) == v}
+            named = dict(self._layers[i].named_parameters(remove_duplicate=False))
+            parameters = [name for name in found if name in named]
+            flags = [name for name, (size, count) in found.items() if count == 1 and size == 1]
+            if parameters:
+                self._warn(i, f"its parameter '{parameters[0]}'")
+            elif flags and len(found) > len(flags):
+                self._warn(i, f"its buffer '{flags[0]}', which seems to tell whether it is set up,")
+        self._changed = {}
 
     def _warn(self, index: int, what: str) -> None:
         if index not in self._warned:
@@ -103,29 +96,20 @@ class FirstData:
             warnings.warn(_TEXT.format(index=index, layer=layer, what=what), stacklevel=2)
 
 
-def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of a layer, but for tables whose rows are kept short when they are read."""
-    short = {
-        id(module.weight)
-        for module in layer.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    }
-    for name, parameter in layer.named_parameters():
-        is_plain = parameter.dtype in _DTYPES and type(parameter.detach()) is Tensor
-        if is_plain and id(parameter) not in short:
-            yield name, parameter
+def _state_of(layer: nn.Module) -> _State:
+    """The size of each parameter and buffer, and its number of elements.
 
-
-def _sizes(tensors: Sequence[Tensor]) -> list[float]:
-    """The size of each: another one, if another value stands there."""
-    kinds = [torch.promote_types(t.dtype, torch.float32) for t in tensors]
-    pairs = zip(tensors, kinds, strict=True)
-    return [float(torch.linalg.vector_norm(t.detach(), dtype=kind)) for t, kind in pairs]
-
-
-def _unset_flags(layer: nn.Module) -> Iterator[_Flag]:
-    """Buffers of one element that is 0, or False, but for batch norm's count."""
-    for module in layer.modules():
-        if not isinstance(module, _NormBase):
-            flags = (_Flag(module, name) for name in module._buffers)
-            yield from (flag for flag in flags if flag.value == 0)
+    But for batch norm's statistics, and tables whose rows are kept short when they are read.
+    """
+    found: _State = {}
+    for prefix, module in layer.named_modules():
+        is_short = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm
+        if is_short or isinstance(module, _NormBase):
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            kind = _KINDS.get(tensor.dtype) if tensor is not None else None
+            if tensor is None or kind is None or type(tensor.detach()) is not Tensor:
+                continue
+            size = float(torch.linalg.vector_norm(tensor.detach().to(kind), dtype=kind))
+            found[f"{prefix}.{name}".lstrip(".")] = "NaN" if size != size else size, tensor.numel()
+    return found

@@ -37,6 +37,11 @@ class Function:
     is_in_place: bool = False
     of_samples: str = ""
 
+    def _is_linear(self, looks: int, args: Sequence[Any]) -> bool:
+        name = self.name.rpartition(".")[2]
+        is_scaled = looks == 1 and (name[0] == "m" or isinstance(args[0], Look))
+        return name in _SUMS or (name in _SCALES and is_scaled)
+
     @property
     def may_share(self) -> bool:
         """Whether its result may be its argument, or share its memory, as that lies there."""
@@ -60,6 +65,8 @@ class Function:
             return None
         if self.check is not None and not (args and self.check(args, kwargs)):
             return None
+        if not ndim and not self._is_linear(len(hidden), args):
+            return None
         if self.name not in _OF_ANY and any(t.ndim != ndim for t in hidden):
             return None
         if self.name in OF_ROWS:
@@ -71,6 +78,20 @@ class Function:
         return {id(t) for t in others if t.ndim < ndim}
 
 
+#: What may be done with numbers of a micro-batch: what gives a mean of means.
+_SUMS = {
+    "add",
+    "clone",
+    "detach",
+    "double",
+    "float",
+    "neg",
+    "negative",
+    "sub",
+    "subtract",
+    "__rsub__",
+}
+_SCALES = {"div", "divide", "mul", "multiply", "true_divide"}
 #: Functions whose hidden states may have unlike numbers of dimensions.
 _OF_ANY = {
     "torch.einsum",

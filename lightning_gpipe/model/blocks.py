@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.layer_state import places_of
@@ -217,7 +217,7 @@ class _Listener:
         self._loop: Loop | None = None
         self._loops = 0
         self._stand_ins: dict[tuple[int, str], StandIn] = {}
-        self._returns: dict[tuple[str, bool], _Returns] = {}  # by the part and its mode
+        self._returns: dict[tuple[Any, ...], _Returns] = {}  # by the block, part, mode and flags
         self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -294,7 +294,9 @@ class _Listener:
                 f"The loop calls '{part}' of block {index} otherwise than the parts of the block"
                 f" before: call the same of each, in the same order. {CONDITION}"
             )
-        mode = part, module.training
+        leaves = tree_leaves((args, kwargs))
+        flags = [leaf for leaf in leaves if type(leaf) in (bool, str, NoneType)]
+        mode = index, part, module.training, *flags, len(leaves)
         if mode not in self._returns:
             is_told = not part and blocks.as_tuple is False
             self._returns[mode] = (
@@ -306,6 +308,8 @@ class _Listener:
             loop.watched.block(layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
             promise = loop.promise(value)
+            if returns.is_known and (part or blocks.as_tuple is None):
+                loop.notes.returns(value, "" if returns.spec is None else repr(returns.spec))
             if returns.spec is not None:
                 beside = loop.beside(value, returns.spec.num_leaves - 1)
                 return tree_unflatten([promise, *beside], returns.spec)
@@ -325,7 +329,14 @@ class _Listener:
         with self._as_written(module):
             returned = _returned(module, *loop.on_meta(args, kwargs))
         leaves, spec = tree_flatten(returned)
-        return _Returns() if spec.is_leaf() or not leaves else _Returns(spec, _unsplit(leaves))
+        if spec.is_leaf() or not leaves:
+            return _Returns(is_known=isinstance(returned, Tensor))
+        if not isinstance(leaves[0], Tensor) or not leaves[0].ndim:
+            raise RuntimeError(
+                f"{type(module).__name__} returns {type(leaves[0]).__name__} first, or a tensor"
+                f" without dimensions: let it return the hidden state [batch, …] first. {CONDITION}"
+            )
+        return _Returns(spec, _unsplit(leaves), is_known=True)
 
     def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -343,10 +354,12 @@ class _Returns:
         spec: The structure of a tuple, a dictionary and the like, whose first leaf is the hidden
             state; None: it is a tensor, or that isn't known.
         unsplit: Which leaves have the batch elsewhere than in dimension 0.
+        is_known: Whether a run without data told.
     """
 
     spec: TreeSpec | None = None
     unsplit: frozenset[int] = frozenset()
+    is_known: bool = False
 
 
 def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -198,12 +198,15 @@ class Loop:
                 for one in (promise, *filter(is_promise, leaves)):
                     one._promised.is_shared = True
             return promise
-        if not is_promise(first) or first._promised.is_shared:
+        if (
+            not is_promise(first)
+            or first._promised.is_shared
+            or not self.notes.change(first._promised.value)
+        ):
             raise refusal(func, " Write x = x + y for x += y.")
         look = self.foreseen.look(first)
         if (look.shape, look.dtype) != (result.shape, result.dtype):
             raise refusal(func)
-        self.notes.change(first._promised.value)
         first._promised.value, first._promised.look = value, result
         return first
 

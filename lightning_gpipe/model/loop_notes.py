@@ -86,9 +86,15 @@ class LoopNotes:
         default_factory=lambda: defaultdict(set)
     )  # by functions: after which block's call, and after how many parts of it
     _own: set[Value] = field(default_factory=set)
+    _specs: dict[Value, str] = field(default_factory=dict)
+    _given: set[Value] = field(default_factory=set)  # to blocks
     _expected: defaultdict[Value, dict[int, Expected]] = field(
         default_factory=lambda: defaultdict(dict)
     )  # by what is called, and by the element
+
+    def returns(self, value: Value, spec: str) -> None:
+        """Note the structure of what a call returns, of which the model is told; see Operation."""
+        self._specs[value] = spec
 
     def call(self, block: int, part: str, spec: TreeSpec, given: Any, main: Value) -> Value:
         """Note the call of a block, or of a part of it; returns what it makes.
@@ -105,7 +111,9 @@ class LoopNotes:
             self.mains.append(main)
             self._count = 0
         self.parts[block].append(part)
-        return self._note(spec, given, None, part)
+        value = self._note(spec, given, None, part)
+        self._given |= self._notes[-1].values()
+        return value
 
     def function(self, name: str, spec: TreeSpec, given: tuple[Given, ...]) -> Value:
         """Note the call of a function; returns what it makes."""
@@ -114,9 +122,10 @@ class LoopNotes:
             self._used[used].add(self._place(value.block))
         return value
 
-    def change(self, value: Value) -> None:
-        """Note that a value is changed in place."""
+    def change(self, value: Value) -> bool:
+        """Note that a value is changed in place; False: a block may have handed it through."""
         self._own.add(value)
+        return value not in self._given
 
     def expect(self, value: Value, look: Tensor | None, with_dtype: bool = False) -> None:
         """Note what the model goes by of what a block returns: its shape, its type if it is read.
@@ -233,7 +242,8 @@ class LoopNotes:
             if noted.function is None:
                 own = tuple(sorted(v.element for v in self._own if v.whole() == result))
                 expects = tuple(self._expected[result].values())
-                operations.append(Operation(None, noted.part, arguments, own, expects))
+                structure = self._specs.get(result)
+                operations.append(Operation(None, noted.part, arguments, own, expects, structure))
                 returned[result] = place
             else:
                 operations.append(Operation(noted.function, "", arguments))

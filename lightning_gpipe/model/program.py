@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from lightning_gpipe.model.between import run_function
 from lightning_gpipe.model.run_layer import RunLayer
@@ -82,6 +82,7 @@ class Operation(NamedTuple):
         arguments: What it is called with.
         own: The elements of what the block returns that the model changes in place afterwards.
         expects: What the model was told before of what the block returns.
+        spec: The structure in which, as text; empty: a tensor; None: it isn't known.
     """
 
     function: str | None
@@ -89,6 +90,7 @@ class Operation(NamedTuple):
     arguments: Arguments
     own: tuple[int, ...] = ()
     expects: tuple[Expected, ...] = ()
+    spec: str | None = None
 
 
 class BlockCall(NamedTuple):
@@ -175,8 +177,10 @@ class LoopProgram:
                 continue
             part = block.get_submodule(operation.part) if operation.part else block
             output = part(*args, **kwargs)
+            _check_structure(index, operation, output)
+            samples = len(next(v for v in handed if v.ndim))
             for expected in operation.expects:
-                _check(index, expected, output)
+                _check(index, expected, output, samples)
             if operation.own:
                 _check_own(index, operation, output, values)
             values.append(output)
@@ -206,10 +210,27 @@ def _elements(output: Any, count: int) -> Sequence[Any]:
     return elements
 
 
-def _check(index: int, expected: Expected, output: Any) -> None:
+def _check_structure(index: int, operation: Operation, output: Any) -> None:
+    """Refuse what a block returns, if the model was told of another structure."""
+    spec = "" if isinstance(output, Tensor) else None
+    if operation.spec is None or spec == operation.spec:
+        return
+    found = repr(tree_structure(output)) if spec is None else "a tensor"
+    if found != operation.spec:
+        raise RuntimeError(
+            f"Block {index} returned {_on_a_line(found)}, not"
+            f" {_on_a_line(operation.spec or 'a tensor')} as it did without data: the model goes by what blocks return between two of them, before it is known."
+            " Let it depend on the training mode and on arguments alone."
+        )
+
+
+def _on_a_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _check(index: int, expected: Expected, output: Any, samples: int) -> None:
     """Refuse what a block returns, if it is other than the model's loop was told."""
-    elements = _elements(output, expected.element + 1)
-    made, samples = elements[expected.element], len(elements[0])
+    made = _elements(output, expected.element + 1)[expected.element]
     shape = expected.shape and (samples, *expected.shape[1:])
     if shape is None or not _is_tensor(made):
         if shape is None and made is None:

@@ -279,7 +279,8 @@ class Replay:
         share = self._rounding(tensor.dtype)
         is_mixed = self._names and mixes([t.detach() for t in values], self._samples, share)
         mixer = mixer.strip("_") if is_mixed else ""
-        self._known[id(tensor)] = _Four(values, mixer, counts, size, way or mixer)
+        way = way or (mixer if tensor.ndim else "")  # not a count that is kept from being 0
+        self._known[id(tensor)] = _Four(values, mixer, counts, size, way)
 
     def _is_moved(self, tensor: Tensor) -> bool:
         """Whether rows are in another order than samples, or it isn't known."""
