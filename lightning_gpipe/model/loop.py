@@ -198,16 +198,13 @@ class Loop:
                 for one in (promise, *filter(is_promise, leaves)):
                     one._promised.is_shared = True
             return promise
-        if (
-            not is_promise(first)
-            or first._promised.is_shared
-            or not self.notes.change(first._promised.value)
-        ):
+        promised = first._promised if is_promise(first) else None
+        if promised is None or promised.is_shared or not self.notes.change(promised.value):
             raise refusal(func, " Write x = x + y for x += y.")
-        look = self.foreseen.look(first)
+        look = self.foreseen.look(promised)
         if (look.shape, look.dtype) != (result.shape, result.dtype):
             raise refusal(func)
-        first._promised.value, first._promised.look = value, result
+        promised.value, promised.look = value, result
         return first
 
     def end(self, unsplit: frozenset[int]) -> tuple[Any, LoopProgram, list[Promise]]:

@@ -217,10 +217,11 @@ def _check_structure(index: int, operation: Operation, output: Any) -> None:
         return
     found = repr(tree_structure(output)) if spec is None else "a tensor"
     if found != operation.spec:
+        expected = _on_a_line(operation.spec or "a tensor")
         raise RuntimeError(
-            f"Block {index} returned {_on_a_line(found)}, not"
-            f" {_on_a_line(operation.spec or 'a tensor')} as it did without data: the model goes by what blocks return between two of them, before it is known."
-            " Let it depend on the training mode and on arguments alone."
+            f"Block {index} returned {_on_a_line(found)}, not {expected} as without data: the"
+            " model goes by what blocks return between two of them, before it is known. Let it"
+            " depend on the training mode and on arguments alone."
         )
 
 
