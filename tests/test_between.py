@@ -1064,7 +1064,7 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
         (DropsNothing, "'add_' uses the hidden state between two blocks"),
         (Probes, "uses a hidden state of a block that isn't the last one"),
-        (NumberFirst, "returns Tensor first, or a tensor without dimensions: let it return the"),
+        (NumberFirst, "returns a tensor without dimensions first: let it return the hidden state"),
         (ByValues, r"Block 0 returned TreeSpec\(tuple, .*, not a tensor as without data"),
         (Roots, "'sqrt' uses the hidden state between two blocks"),
         (AfterIdentity, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),

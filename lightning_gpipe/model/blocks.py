@@ -332,9 +332,11 @@ class _Listener:
         if spec.is_leaf() or not leaves:
             return _Returns(is_known=isinstance(returned, Tensor))
         if not isinstance(leaves[0], Tensor) or not leaves[0].ndim:
+            is_number = isinstance(leaves[0], Tensor)
+            what = "a tensor without dimensions" if is_number else type(leaves[0]).__name__
             raise RuntimeError(
-                f"{type(module).__name__} returns {type(leaves[0]).__name__} first, or a tensor"
-                f" without dimensions: let it return the hidden state [batch, …] first. {CONDITION}"
+                f"{type(module).__name__} returns {what} first: let it return the hidden state"
+                f" [batch, …] first. {CONDITION}"
             )
         return _Returns(spec, _unsplit(leaves), is_known=True)
 
