@@ -905,6 +905,15 @@ class AfterIdentity(Loop):
         return hidden
 
 
+class MayShare(Loop):
+    """Changes in place what may be a copy of a hidden state, or that itself."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made = block(hidden)
+        made.contiguous().add_(1)
+        return made
+
+
 class Changing(Rows):
     """Returns something else where the values are known."""
 
@@ -1067,6 +1076,7 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (NumberFirst, "returns a tensor without dimensions first: let it return the hidden state"),
         (ByValues, r"Block 0 returned TreeSpec\(tuple, .*, not a tensor as without data"),
         (Roots, "'sqrt' uses the hidden state between two blocks"),
+        (MayShare, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (AfterIdentity, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (Changing, r"Block 0 returned something of shape \[\d, 6\], not None, as it was expected"),
         (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),

@@ -110,6 +110,7 @@ def _state_of(layer: nn.Module) -> _State:
             kind = _KINDS.get(tensor.dtype) if tensor is not None else None
             if tensor is None or kind is None or type(tensor.detach()) is not Tensor:
                 continue
-            size = float(torch.linalg.vector_norm(tensor.detach().to(kind), dtype=kind))
+            value = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(kind)
+            size = float(torch.linalg.vector_norm(value, dtype=kind))
             found[f"{prefix}.{name}".lstrip(".")] = "NaN" if size != size else size, tensor.numel()
     return found
