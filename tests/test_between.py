@@ -1073,7 +1073,7 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
         (DropsNothing, "'add_' uses the hidden state between two blocks"),
         (Probes, "uses a hidden state of a block that isn't the last one"),
-        (NumberFirst, "returns a tensor without dimensions first: let it return the hidden state"),
+        (NumberFirst, "Block 0 returns a tensor without dimensions first: let it return the"),
         (ByValues, r"Block 0 returned TreeSpec\(tuple, .*, not a tensor as without data"),
         (Roots, "'sqrt' uses the hidden state between two blocks"),
         (MayShare, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),

@@ -307,6 +307,11 @@ class _Listener:
         if loop.watched.blocks == index:
             loop.watched.block(layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
+            if returns.first:
+                raise RuntimeError(
+                    f"Block {index} returns {returns.first} first: let it return the hidden state"
+                    f" [batch, …] first. {CONDITION}"
+                )
             promise = loop.promise(value)
             if returns.is_known and (part or blocks.as_tuple is None):
                 loop.notes.returns(value, "" if returns.spec is None else repr(returns.spec))
@@ -331,14 +336,12 @@ class _Listener:
         leaves, spec = tree_flatten(returned)
         if spec.is_leaf() or not leaves:
             return _Returns(is_known=isinstance(returned, Tensor))
-        if not isinstance(leaves[0], Tensor) or not leaves[0].ndim:
-            is_number = isinstance(leaves[0], Tensor)
-            what = "a tensor without dimensions" if is_number else type(leaves[0]).__name__
-            raise RuntimeError(
-                f"{type(module).__name__} returns {what} first: let it return the hidden state"
-                f" [batch, …] first. {CONDITION}"
-            )
-        return _Returns(spec, _unsplit(leaves), is_known=True)
+        what = ""
+        if not isinstance(leaves[0], Tensor):
+            what = type(leaves[0]).__name__
+        elif not leaves[0].ndim:
+            what = "a tensor without dimensions"
+        return _Returns(spec, _unsplit(leaves), is_known=True, first=what)
 
     def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -357,11 +360,13 @@ class _Returns:
             state; None: it is a tensor, or that isn't known.
         unsplit: Which leaves have the batch elsewhere than in dimension 0.
         is_known: Whether a run without data told.
+        first: What stands in place of the hidden state; empty: it does.
     """
 
     spec: TreeSpec | None = None
     unsplit: frozenset[int] = frozenset()
     is_known: bool = False
+    first: str = ""
 
 
 def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
