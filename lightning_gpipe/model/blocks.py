@@ -11,7 +11,7 @@ import copyreg
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import NoneType
 from typing import Any, TypeAlias
@@ -299,9 +299,14 @@ class _Listener:
         mode = index, part, module.training, *flags, len(leaves)
         if mode not in self._returns:
             is_told = not part and blocks.as_tuple is False
-            self._returns[mode] = (
-                _Returns() if is_told else self._returned(loop, module, args, kwargs)
-            )
+            if any(Unknown in type(leaf).__mro__ for leaf in leaves):  # as the block before
+                before = self._returns.get((part, module.training), _Returns())
+                self._returns[mode] = replace(before, is_known=False)
+            elif is_told:
+                self._returns[mode] = _Returns()
+            else:
+                self._returns[mode] = self._returned(loop, module, args, kwargs)
+                self._returns[part, module.training] = self._returns[mode]
         returns = self._returns[mode]
         value = loop.note(index, part, module, args, kwargs)
         if loop.watched.blocks == index:
