@@ -31,7 +31,8 @@ _KINDS = {
         (torch.float64, torch.bool, torch.uint8, torch.int32, torch.int64), torch.float64
     ),
 }
-_State: TypeAlias = dict[str, tuple[float | str, int]]
+_State: TypeAlias = dict[str, tuple[int, int]]
+_ONE = 0x3FF << 52  # the bits of 1.0
 
 
 class FirstData:
@@ -82,7 +83,7 @@ class FirstData:
             found = {n: v for n, v in changed.items() if now.get(n) == v}
             named = dict(self._layers[i].named_parameters(remove_duplicate=False))
             parameters = [name for name in found if name in named]
-            flags = [name for name, (size, count) in found.items() if count == 1 and size == 1]
+            flags = [name for name, (size, count) in found.items() if count == 1 and size == _ONE]
             if parameters:
                 self._warn(i, f"its parameter '{parameters[0]}'")
             elif flags and len(found) > len(flags):
@@ -111,6 +112,7 @@ def _state_of(layer: nn.Module) -> _State:
             if tensor is None or kind is None or type(tensor.detach()) is not Tensor:
                 continue
             value = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(kind)
-            size = float(torch.linalg.vector_norm(value, dtype=kind))
-            found[f"{prefix}.{name}".lstrip(".")] = "NaN" if size != size else size, tensor.numel()
+            size = torch.linalg.vector_norm(value, dtype=kind).to(torch.float64)
+            bits = int(size.view(torch.int64))  # NaN equals itself
+            found[f"{prefix}.{name}".lstrip(".")] = bits, tensor.numel()
     return found
