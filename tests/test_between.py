@@ -659,6 +659,26 @@ class Samples(Flow):
         return self.train_dataloader()
 
 
+class Biases(Loop):
+    """The first block returns a table for all, which is handed on beside hidden states."""
+
+    def block(self, i: int) -> nn.Module:
+        return Biased(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, table = self.before(x), None
+        for block in self.blocks:
+            made, table = block(hidden, table)
+            hidden = hidden + made
+        return self.head(hidden)
+
+
+class Biased(nn.Linear):
+    def forward(self, hidden: Tensor, table: Any) -> Any:
+        table = self.weight[:1] if table is None else table
+        return super().forward(hidden) + table, table
+
+
 class KeepsStates(Loop):
     """Hands what a block has returned to the next one, in the next step."""
 
@@ -1019,7 +1039,7 @@ WORK = (
         AsksSequence,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
-    *(TwoKept, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
+    *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 

@@ -178,9 +178,8 @@ class LoopProgram:
             part = block.get_submodule(operation.part) if operation.part else block
             output = part(*args, **kwargs)
             _check_structure(index, operation, output)
-            samples = len(next(v for v in handed if v.ndim))
             for expected in operation.expects:
-                _check(index, expected, output, samples)
+                _check(index, expected, output)
             if operation.own:
                 _check_own(index, operation, output, values)
             values.append(output)
@@ -229,9 +228,11 @@ def _on_a_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _check(index: int, expected: Expected, output: Any, samples: int) -> None:
+def _check(index: int, expected: Expected, output: Any) -> None:
     """Refuse what a block returns, if it is other than the model's loop was told."""
-    made = _elements(output, expected.element + 1)[expected.element]
+    elements = _elements(output, expected.element + 1)
+    made, hidden = elements[expected.element], elements[0]
+    samples = len(hidden) if isinstance(hidden, Tensor) and hidden.ndim else 0
     shape = expected.shape and (samples, *expected.shape[1:])
     if shape is None or not _is_tensor(made):
         if shape is None and made is None:
