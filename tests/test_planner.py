@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.model.alike import signature
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan import cost, memory
-from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.plan.planner import Planner
 from lightning_gpipe.plan.plans import Plan, Plans
 from lightning_gpipe.plan.settings import Settings

@@ -10,21 +10,19 @@ from __future__ import annotations
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import NoneType
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
+from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
-from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import CONDITION, StandIn, Unknown, stand_in, with_known
 from lightning_gpipe.model.run_layer import RunLayer
@@ -32,9 +30,6 @@ from lightning_gpipe.model.watched import WatchedPlace
 
 #: Runs all blocks: called with the first one's value and how each is run.
 RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
-#: Lets modules be called as if nothing were redirected.
-AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
-
 
 #: The attributes of a list whose loops are listened to.
 _OWN = "as_tuple", "_listener", "_before"
@@ -212,8 +207,9 @@ class _Listener:
     """Listens to loops over the blocks; a copy of the blocks has none."""
 
     def __init__(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
-        self._run, self._as_written, self.is_alone = run, as_written, is_alone
-        self._looks = Looks(as_written)
+        self._run, self.is_alone = run, is_alone
+        self._dry_runs = DryRuns(as_written)
+        self._looks = Looks(self._dry_runs)
         self._loop: Loop | None = None
         self._loops = 0
         self._stand_ins: dict[tuple[int, str], StandIn] = {}
@@ -336,8 +332,8 @@ class _Listener:
 
     def _returned(self, loop: Loop, module: nn.Module, args: Any, kwargs: Any) -> _Returns:
         """What a block returns, by a run without data."""
-        with self._as_written(module):
-            returned = _returned(module, *loop.on_meta(args, kwargs))
+        given = tree_flatten(loop.on_meta(args, kwargs))
+        returned = self._dry_runs.returned(module, *given)
         leaves, spec = tree_flatten(returned)
         if spec.is_leaf() or not leaves:
             return _Returns(is_known=isinstance(returned, Tensor))
@@ -372,15 +368,6 @@ class _Returns:
     unsplit: frozenset[int] = frozenset()
     is_known: bool = False
     first: str = ""
-
-
-def _returned(block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What a block returns; None: it can't run without data."""
-    try:
-        with torch._C.DisableTorchFunction():
-            return run_as_set(block, *args, **kwargs)
-    except (UntraceableLayer, TypeError):
-        return None
 
 
 def _unsplit(leaves: Sequence[Any]) -> frozenset[int]:

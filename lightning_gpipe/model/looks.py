@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import Function
-from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
+from lightning_gpipe.model.dry_runs import DryRuns, is_tensor, look_of
 from lightning_gpipe.model.promise import Unknown, refusal
 from lightning_gpipe.model.sample_wise import Look
 
@@ -36,11 +35,11 @@ class Looks:
     """What blocks return for inputs of a shape, seen by running them without data.
 
     Args:
-        as_written: Lets a block be called as if it were in no pipeline.
+        dry_runs: Runs them so.
     """
 
-    def __init__(self, as_written: Callable[..., AbstractContextManager[None]]) -> None:
-        self._as_written = as_written
+    def __init__(self, dry_runs: DryRuns) -> None:
+        self._dry_runs = dry_runs
         self._known: dict[Hashable, tuple[Any, ...] | None] = {}
         self._applied: dict[Hashable, tuple[set[int], Tensor, bool]] = {}
         self._kept: Counter[Hashable] = Counter()  # by the block: inputs whose look it has kept
@@ -71,7 +70,7 @@ class Looks:
             return hidden
         found, is_new = self._returned(place, block, leaves, spec)
         made = found[0] if found else None
-        if is_new and made is not None and _look(made) == _look(hidden):
+        if is_new and made is not None and look_of(made) == look_of(hidden):
             self._kept[place] += 1
         elif is_new:
             self._others.add(place)
@@ -155,7 +154,7 @@ class Looks:
         Raises:
             RuntimeError: If it may not stand there.
         """
-        key = function, hidden, samples, tuple(_look(leaf) for leaf in leaves), repr(spec)
+        key = function, hidden, samples, tuple(look_of(leaf) for leaf in leaves), repr(spec)
         if key not in self._applied:
             if len(self._applied) >= _REMEMBERED:
                 self._applied.clear()
@@ -171,7 +170,7 @@ class Looks:
         self, place: Hashable, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec
     ) -> tuple[tuple[Any, ...] | None, bool]:
         """What a block returns, and whether it was run for that: for inputs of a new shape."""
-        key = place, block.training, tuple(_look(leaf) for leaf in leaves)
+        key = place, block.training, tuple(look_of(leaf) for leaf in leaves)
         is_new = key not in self._known
         if is_new:
             if len(self._known) >= _REMEMBERED:
@@ -182,22 +181,11 @@ class Looks:
     def _run(
         self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec
     ) -> tuple[Any, ...] | None:
-        """Run a block; None: it can't run without data."""
+        """Run a block; None: it isn't known what it is given."""
         if any(Unknown in type(leaf).__mro__ for leaf in leaves):
             return None
-        args, kwargs = tree_unflatten(list(leaves), spec)
-        try:
-            with self._as_written(block), torch._C.DisableTorchFunction():
-                returned = run_as_set(block, *args, **kwargs)
-        except (UntraceableLayer, TypeError):
-            return None
-        elements = tree_leaves(returned)
+        elements = tree_leaves(self._dry_runs.returned(block, leaves, spec))
         return tuple(on_meta(one) if isinstance(one, Tensor) else one is None for one in elements)
-
-
-def is_tensor(value: object) -> bool:
-    """Whether something is a tensor; stand-ins don't tell."""
-    return Tensor in type(value).__mro__
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -217,10 +205,6 @@ def _kind(element: Any, samples: int) -> Kind:
     if isinstance(element, Tensor):
         return Kind.TENSOR if is_alike(element, samples) else Kind.OTHER
     return Kind.NOTHING if element else Kind.OTHER
-
-
-def _look(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.dtype) if is_tensor(leaf) else repr(leaf)
 
 
 def _applied(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_gpipe.model.alike import signature
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     graph_leaf_on_meta,
@@ -20,7 +21,6 @@ from lightning_gpipe.model.on_meta import (
 )
 from lightning_gpipe.model.parameters import parameter_count
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.schedule.costs import BACKWARD_RATIO
 from lightning_gpipe.tensors.tree import Tree
 

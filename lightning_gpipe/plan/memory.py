@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_gpipe.model.alike import Returned, signature
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     Pretended,
@@ -30,7 +31,6 @@ from lightning_gpipe.model.on_meta import (
     run_layer_on_meta,
 )
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.alike import Returned, signature
 from lightning_gpipe.plan.backward_memory import in_backward
 from lightning_gpipe.plan.operations import Operations
 from lightning_gpipe.tensors.microbatch import Split, batch_leaf

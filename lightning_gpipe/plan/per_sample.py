@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.model.alike import Returned, signature
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.alike import Returned, signature
 from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
 from lightning_gpipe.tensors.random_state import preserved

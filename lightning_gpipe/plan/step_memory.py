@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gpipe.model.alike import signature
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import (
     Pretended,
@@ -21,7 +22,6 @@ from lightning_gpipe.model.on_meta import (
     to_meta_leaf,
 )
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.alike import signature
 from lightning_gpipe.plan.backward_memory import differentiate
 from lightning_gpipe.tensors.tree import Tree, tree_tensors
 

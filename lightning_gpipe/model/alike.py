@@ -85,8 +85,16 @@ def signature(layer: nn.Module, run: RunLayer, index: int, given: Tree) -> Hasha
         call = None
     else:
         return None
+    of_module = module_signature(layer)
+    return None if of_module is None else (call, of_module, _of_input(given))
+
+
+def module_signature(layer: nn.Module) -> Hashable | None:
+    """What a layer does, whatever its input; see :func:`signature`."""
+    parts = list(layer.modules())
+    numbers = {id(part): i for i, part in enumerate(parts)}  # of modules, and of tensors
     try:
-        return call, _of_module(layer), _of_input(given)
+        return tuple(_of_part(part, numbers) for part in parts)
     except RecursionError:
         return None
 
@@ -103,12 +111,6 @@ def _of_input(given: Tree) -> Hashable:
         else:
             leaves.append(_of_value(leaf, {}))
     return repr(given.spec), tuple(leaves)
-
-
-def _of_module(layer: nn.Module) -> Hashable:
-    parts = list(layer.modules())
-    numbers = {id(part): i for i, part in enumerate(parts)}  # of modules, and of tensors
-    return tuple(_of_part(part, numbers) for part in parts)
 
 
 def _of_part(part: nn.Module, numbers: dict[int, int]) -> Hashable:

@@ -1,0 +1,70 @@
+"""What blocks return, by runs without data: one for all blocks that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from lightning_gpipe.model.alike import module_signature
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
+
+#: Lets modules be called as if nothing were redirected.
+AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
+
+_REMEMBERED = 4096
+
+
+class DryRuns:
+    """Runs blocks without data, and remembers what they have returned.
+
+    Args:
+        as_written: Lets a block be called as if it were in no pipeline.
+    """
+
+    def __init__(self, as_written: AsWritten) -> None:
+        self._as_written = as_written
+        self._known: dict[Hashable, Any] = {}
+
+    def returned(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        """What a block returns.
+
+        Args:
+            block: The block.
+            leaves: Its arguments; those that are tensors may be on the meta device.
+            spec: Their structure.
+
+        Returns:
+            It with tensors on the meta device, which others get, too; None: it can't run so.
+        """
+        signature = module_signature(block)
+        if signature is None:
+            return self._run(block, leaves, spec)
+        key = signature, tuple(look_of(leaf) for leaf in leaves), repr(spec)
+        if key not in self._known:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = self._run(block, leaves, spec)
+        return self._known[key]
+
+    def _run(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        try:
+            with self._as_written(block), torch._C.DisableTorchFunction():
+                return run_as_set(block, *args, **kwargs)
+        except (UntraceableLayer, TypeError):
+            return None
+
+
+def is_tensor(value: object) -> bool:
+    """Whether something is a tensor; stand-ins don't tell."""
+    return Tensor in type(value).__mro__
+
+
+def look_of(leaf: Any) -> Hashable:
+    """A tensor's shape and type; of others how they are written."""
+    return (leaf.shape, leaf.dtype) if is_tensor(leaf) else repr(leaf)
