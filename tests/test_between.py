@@ -297,6 +297,13 @@ class AsksSequence(Asks):
         self.blocks: Any = nn.Sequential(*self.blocks)
 
 
+class ReadsLate(Loop):
+    """Reads the shape of a block's input when the block has been called."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden).tanh().reshape(hidden.shape) * hidden.shape[-1] ** 0.1
+
+
 class Rows(Loop):
     """Blocks that return something with a row for each sample beside the hidden state."""
 
@@ -1037,6 +1044,7 @@ WORK = (
         SharedNorms,
         Asks,
         AsksSequence,
+        ReadsLate,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),

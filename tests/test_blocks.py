@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import Blocks, GPipeStrategy
+from lightning_gpipe.model import dry_runs
 from lightning_gpipe.model.backbone import find_backbone
 from lightning_gpipe.model.places import Place
 from lightning_gpipe.model.watched import WatchedPlace
@@ -570,3 +572,26 @@ def test_a_buffer_that_a_part_of_a_block_gets_later_is_watched() -> None:
 def test_a_wrong_as_tuple_is_told() -> None:
     with pytest.raises(ValueError, match=r"as_tuple must be None, True or False, got .*'False'"):
         Blocks([nn.Linear(2, 2)], as_tuple="False")  # type: ignore[arg-type]
+
+
+class Alike(models.Module):
+    """A loop over blocks, of which two and two do the same, that reads a shape in each round."""
+
+    def build(self) -> None:
+        layers = (nn.Linear(models.WIDTH, models.WIDTH, bias=i % 2 == 0) for i in range(6))
+        self.blocks = nn.ModuleList(nn.Sequential(layer, nn.Tanh()) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * x.shape[-1] ** -0.1
+        return x
+
+
+def test_of_blocks_that_do_the_same_one_runs_without_data() -> None:
+    torch.manual_seed(2)
+    expected = train(Alike(), max_steps=2)
+    torch.manual_seed(2)
+    with patch.object(dry_runs, "run_as_set", wraps=dry_runs.run_as_set) as runs:
+        found = train(Alike(), max_steps=2, devices=1, strategy=GPipeStrategy(3))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    assert len({id(call.args[0]) for call in runs.call_args_list}) == 2

@@ -84,7 +84,7 @@ class LoopNotes:
     _count: int = 0  # since a block was begun
     _used: defaultdict[Value, set[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(set)
-    )  # by functions: after which block's call, and after how many parts of it
+    )  # between blocks: after which one's call, and after how many parts of it
     _own: set[Value] = field(default_factory=set)
     _specs: dict[Value, str] = field(default_factory=dict)
     _given: set[Value] = field(default_factory=set)  # to blocks
@@ -119,8 +119,12 @@ class LoopNotes:
         """Note the call of a function; returns what it makes."""
         value = self._note(spec, given, name)
         for used in self._notes[-1].values():
-            self._used[used].add(self._place(value.block))
+            self.use(used)
         return value
+
+    def use(self, value: Value) -> None:
+        """Note that a value, or its shape or type, is used between the calls of blocks."""
+        self._used[value].add(self._place(len(self.parts) - 1))
 
     def change(self, value: Value) -> bool:
         """Note that a value is changed in place; False: a block may have handed it through."""
