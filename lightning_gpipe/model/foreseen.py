@@ -76,6 +76,7 @@ class Foreseen:
         The block must return it so, if it is a block's.
         """
         value: Value = promised.value
+        self.notes.use(value)
         is_cast, is_returned = what == "dtype" and self.is_cast, value.whole() in self._calls
         if is_cast and (value.element or not is_returned):
             raise refusal(Tensor.dtype)

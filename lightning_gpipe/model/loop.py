@@ -158,7 +158,6 @@ class Loop:
 
     def read(self, promised: Promised, what: str) -> Tensor:
         """A tensor that has the shape or the type of a promise; see :meth:`Foreseen.read`."""
-        self.notes.use(promised.value)
         return self.foreseen.read(promised, what)
 
     def apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
