@@ -206,6 +206,7 @@ def run(
     """Train until it fails."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", "While the Trainer runs")
     module = Failing(where, rank)
     callbacks: list[Any] = [Callback(), *more]
     if where.startswith("interrupt to save"):

@@ -114,6 +114,7 @@ def test_ctrl_c_saves_after_the_step_where_a_callback_saves_on_exceptions(tmp_pa
     for text in texts:
         assert "failed: KeyboardInterrupt" in text, text
         assert "is not saved" not in text, text
+        assert "state_dict() has the values" not in text, text
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:

@@ -225,9 +225,13 @@ class PipelinedModule:
         """Where the gradients of the whole model are."""
         return self._state.gradients()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""
-        return self._state.state_dict()
+    def state_dict(self, is_alone: bool = False) -> dict[str, Any]:
+        """The module's state dict: whole on rank 0, or each rank's part, to save. Collective.
+
+        Args:
+            is_alone: Whether the other ranks may be gone: then it has this rank's part.
+        """
+        return self._state.state_dict(is_alone)
 
     def writes(self) -> Callable[[str], bool]:
         """Tells which entries of the state dict this rank writes, where all do together."""

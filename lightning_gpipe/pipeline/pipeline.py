@@ -259,11 +259,11 @@ class Pipeline:
     def _sums(self) -> dict[int, Tensor]:
         return {key: s for shared in self._summed() for key, s in shared.summed().items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, is_alone: bool) -> dict[str, Any]:
         """See :meth:`PipelinedModule.state_dict`; replica 0 gathers."""
         with self.partial.silent():
             state: dict[str, Any] = self.module.state_dict()
-        is_alone = self.surroundings.groups.replica or self._saves_parts
+        is_alone = is_alone or self.surroundings.groups.replica > 0 or self._saves_parts
         return state if is_alone else self.tensors.gather(state)
 
     def writes(self) -> Callable[[str], bool]:

@@ -159,10 +159,11 @@ class Uncut:
         """All stages hold all."""
         return ModelGradients(lambda parameter: None, dict)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, is_alone: bool) -> dict[str, Any]:
         """The module's own; on the first rank with all values, though no layer is built."""
         state: dict[str, Any] = self.module.state_dict()
-        return self.building.filled(state) if self.surroundings.groups.is_first_of_all else state
+        is_filled = self.surroundings.groups.is_first_of_all and not is_alone
+        return self.building.filled(state) if is_filled else state
 
     def writes(self) -> Callable[[str], bool]:
         """All on the first rank, whose values all will start from."""

@@ -294,9 +294,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """The module's state dict: whole on rank 0, or each rank's part, to save. Collective."""
-        if not self.can_gather():
-            return self.pipeline.module.state_dict()
-        return self.pipeline.state_dict()
+        return self.pipeline.state_dict(is_alone=not self.can_gather())
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, in the same way. Collective."""
