@@ -252,6 +252,32 @@ def test_a_shuffled_loader_and_hooks_draw_in_the_order_of_one_device(workers: in
         assert seen == plain
 
 
+class Drawn(Dataset[Any]):
+    """Inputs that are drawn in worker processes, by generators that Lightning seeds there."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.rand(6) + random.random() + float(numpy.random.rand())
+        return x, x.sum(), index
+
+
+def drawn_by_workers(stages: int) -> list[Any]:
+    L.seed_everything(7, workers=True, verbose=False)
+    module, devices = Recording(), torch.distributed.get_world_size()
+    run = trainer(devices=devices, strategy=GPipeStrategy(2, stages=stages), max_epochs=1)
+    run.fit(module, DataLoader(Drawn(), batch_size=3, num_workers=2))
+    return [batch for _, _, batch, _, _, _ in module.seen]
+
+
+def test_workers_of_a_replica_are_seeded_alike_whatever_the_number_of_stages() -> None:
+    expected = run_ranks(drawn_by_workers, 2, 1)
+    assert not torch.equal(expected[0][0], expected[1][0])
+    for rank, seen in enumerate(run_ranks(drawn_by_workers, 4, 2)):
+        torch.testing.assert_close(seen, expected[rank // 2], rtol=0, atol=0)
+
+
 class Unreadable:
     """A loader whose iterator can be made once, as Lightning does to see that it can."""
 

@@ -276,7 +276,7 @@ class OwnSampler(models.Module):
         return DataLoader(data, batch_size=4, sampler=sampler)
 
     def shares(self) -> dict[str, int]:
-        return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+        return {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
 
 
 class RightSampler(OwnSampler):
@@ -284,17 +284,84 @@ class RightSampler(OwnSampler):
         return self.trainer.distributed_sampler_kwargs
 
 
-def sample(kind: type[models.Module], stages: int) -> None:
+class AskingSampler(OwnSampler):
+    """Asks torch.distributed, whose collective calls go on seeing all processes."""
+
+    def shares(self) -> dict[str, int]:
+        ranks: list[Any] = [None] * dist.get_world_size(dist.group.WORLD)
+        assert len(ranks) == dist.get_world_size() == self.trainer.strategy.replicas
+        ranks = [None] * self.trainer.world_size
+        dist.all_gather_object(ranks, self.trainer.global_rank)
+        assert ranks == list(range(self.trainer.world_size))
+        told = [ranks]
+        dist.broadcast_object_list(told, src=self.trainer.world_size - 1)
+        assert told == [ranks]
+        return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+
+
+def sample(kind: type[models.Module], stages: int) -> dict[str, Tensor]:
     world = dist.get_world_size()
     strategy = GPipeStrategy(2, stages=stages)
-    train(kind(), devices=world, max_steps=2, strategy=strategy)
+    torch.manual_seed(3)
+    return train(kind(), devices=world, max_steps=2, strategy=strategy)
 
 
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
 def test_samplers_by_world_rank_are_refused(world: int, stages: int) -> None:
     with pytest.raises(RankError, match=r"DistributedSampler\(num_replicas=.*, rank=.*pipeline"):
         run_ranks(sample, world, OwnSampler, stages)
-    run_ranks(sample, world, RightSampler, stages)
+    expected = run_ranks(sample, world, RightSampler, stages)[0]
+    found = run_ranks(sample, world, AskingSampler, stages)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Counting(models.Module):
+    """Moves a buffer in its steps, of which every second one has no backward."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("level", torch.zeros(models.WIDTH))
+        self.levels: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.level += batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.fit_loop._skip_backward = batch_idx % 2 == 1  # as StochasticWeightAveraging
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            self.levels.append(self.level.clone())
+
+
+class CountingByHand(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 2 == 0:
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def counted(kind: type[Counting]) -> list[Tensor]:
+    module, devices = kind(), dist.get_world_size()
+    train(module, devices=devices, max_epochs=1, strategy=GPipeStrategy(2, stages=2))
+    return module.levels
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingByHand])
+def test_replicas_share_buffers_after_steps_without_a_backward(kind: type[Counting]) -> None:
+    found = run_ranks(counted, 4, kind)
+    assert len(found[0]) > 2
+    for rank in (1, 2, 3):
+        torch.testing.assert_close(found[rank], found[0], rtol=0, atol=0)
 
 
 def without_parameters(state: dict[str, Tensor], stages: int) -> dict[str, Tensor]:

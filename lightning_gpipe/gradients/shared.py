@@ -52,6 +52,7 @@ class SharedParameters:
             held = [*self._outside, *(slot for slot in own if not slot.is_parameter)]
             self._broadcasts.append((held, groups.siblings))
         self._is_whole = True  # gradients are the same on all stages, also where the user set them
+        self._has_shared = True  # buffers, since the step began
 
     def take_over(self, other: SharedParameters) -> None:
         """Go on from where another one is that has summed the same gradients so far."""
@@ -100,7 +101,7 @@ class SharedParameters:
             return
         if self._parameters or self._shared:
             self._synchronize_gradients()
-        self._is_whole = True
+        self._is_whole, self._has_shared = True, True
         self._share_buffers()
 
     def before_step(self) -> None:
@@ -109,6 +110,12 @@ class SharedParameters:
         As DistributedDataParallel does: not while gradients accumulate.
         """
         if self._is_whole and self._groups.replicas > 1:
+            self._share_buffers()
+        self._has_shared = False
+
+    def after_step(self) -> None:
+        """Share buffers that a step without a backward has moved, in the same way. Collective."""
+        if self._is_whole and not self._has_shared and self._groups.replicas > 1:
             self._share_buffers()
 
     @torch.no_grad()

@@ -86,17 +86,19 @@ class PipelinedModule:
         self._state.adopt_optimizers()
 
     def begin_step(self, *step: int, training: bool = False) -> None:
-        """Tell which step comes. Collective over the replicas in training.
+        """Tell which step comes, of layers as they were cut. Collective over replicas in training.
 
         Args:
             step: Numbers that tell steps apart; the same on every stage.
             training: Whether it trains.
-
-        Raises:
-            RuntimeError: If layers or parameters changed since the module was cut.
         """
         self._step = step
         self._state.begin_step(*step, training=training)
+
+    def end_step(self) -> None:
+        """Share what a training step without a backward has moved. Collective over the replicas."""
+        if isinstance(self._state, Pipeline):
+            self._state.shared.after_step()
 
     def backward(
         self, loss: Tensor, retain: bool, synchronize: bool
@@ -187,10 +189,7 @@ class PipelinedModule:
         scale: float,
         synchronize: bool,
     ) -> Weighting:
-        """Run a mini-batch's steps with their backwards, as :meth:`run_steps`. Collective.
-
-        The losses are multiplied by ``scale``; see :meth:`backward` for ``synchronize``.
-        """
+        """Run steps as :meth:`run_steps`, and :meth:`backward` of scaled losses. Collective."""
         pipeline, steps = self._stepping()
         with pipeline.stepping(synchronize) as (before_last, need_sums):
             before = WeightedGradients(pipeline.module, steps.outside.aside, self._is_weighted)
@@ -226,11 +225,7 @@ class PipelinedModule:
         return self._state.gradients()
 
     def state_dict(self, is_alone: bool = False) -> dict[str, Any]:
-        """The module's state dict: whole on rank 0, or each rank's part, to save. Collective.
-
-        Args:
-            is_alone: Whether the other ranks may be gone: then it has this rank's part.
-        """
+        """The module's: whole on rank 0, or each rank's part, and alone. Collective, else."""
         return self._state.state_dict(is_alone)
 
     def writes(self) -> Callable[[str], bool]:

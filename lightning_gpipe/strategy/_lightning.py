@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _distributed_is_initialized,
@@ -35,6 +36,11 @@ def seen_indices(batch_sampler: object) -> list[Any] | None:
     return seen
 
 
+def has_no_backward(trainer: pl.Trainer) -> bool:
+    """Whether no backward follows a training step."""
+    return skips_backward(trainer) or not trainer.lightning_module.automatic_optimization
+
+
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether training steps run without backwards, as where batch norm is computed anew."""
     return trainer.fit_loop._skip_backward
@@ -50,6 +56,7 @@ def is_of_tuner(callback: object) -> bool:
     return bool(getattr(callback, "_early_exit", False))
 
 
+seed_workers = _auto_add_worker_init_fn
 all_gather = _all_gather_ddp_if_available
 reduce = _sync_ddp_if_available
 distributed_is_initialized = _distributed_is_initialized

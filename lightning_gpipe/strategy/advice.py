@@ -55,6 +55,8 @@ def warn_of_world_size(stages: int, replicas: int) -> None:
         f"trainer.world_size is {stages * replicas} here: {stages} stages x {replicas} replicas."
         " The stages of a pipeline work on the same batch, so a batch size or learning rate that"
         f" goes by the number of devices is meant to use trainer.strategy.replicas ({replicas})."
+        " Data that is shared out by it would be left unread in part: share it out by"
+        " trainer.distributed_sampler_kwargs, which tell the replica and their number."
     )
 
 

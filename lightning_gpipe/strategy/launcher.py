@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import random
@@ -185,6 +186,7 @@ class MultiProcessingLauncher(_lightning.MultiProcessingLauncher):
         self.procs, self.has_lost_run = [], False  # of the process that has started this one
         forget_meeting()
         if self._python is not None:
+            gc.freeze()  # what is left of groups would wait for threads that a fork hasn't got
             random.setstate(self._python)
             # PyTorch makes its threads anew after a fork when they are first asked for, and not
             # even two threads may ask at a time

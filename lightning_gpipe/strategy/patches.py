@@ -283,6 +283,11 @@ DEFAULT_GROUP = Target(
     "_get_default_group",
     "a dataset that shares itself out by rank means replicas",
 )
+DATALOADER = Target(
+    "lightning.pytorch.trainer.connectors.data_connector._DataLoaderSource",
+    "dataloader",
+    "data that a hook shares out by rank is read by replicas",
+)
 
 
 @contextmanager

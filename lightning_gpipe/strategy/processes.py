@@ -240,6 +240,7 @@ class ProcessesStrategy(PlacedStrategy):
         refusals.refuse_sampler(dataloader, self.replicas, self._layout.replica)
         if self.stages == 1:
             return dataloader
+        _lightning.seed_workers(dataloader, self._layout.replica)  # not by the process
         return PipelineLoader(dataloader, self._generators, self._layout, self._settings)
 
     def _generators(self) -> SharedGenerators:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from lightning_gpipe.strategy.patches import DEFAULT_GROUP
+from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.strategy.patches import DATALOADER, DEFAULT_GROUP
 
+#: Where PyTorch's functions stand, and what logs their calls.
+_DISTRIBUTED, _LOGGER = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
 _this_thread = threading.local()
 
 
 @contextmanager
 def world_of_replicas(replica: int, replicas: int) -> Iterator[None]:
-    """Let ``torch.distributed`` count replicas as processes.
+    """Let ``get_rank()`` and ``get_world_size()`` count replicas as processes.
 
     A dataset that shares its samples out by ``get_rank()`` and ``get_world_size()`` would leave
-    those of the other stages' ranks unread. Worker processes that start in here keep this view:
-    forked ones by the functions, others by the environment.
+    those of the other stages' ranks unread. Collective calls see all processes. Worker processes
+    that start in here keep this view: forked ones by the functions, others by the environment.
 
     Args:
         replica: This rank's pipeline.
@@ -32,7 +36,7 @@ def world_of_replicas(replica: int, replicas: int) -> Iterator[None]:
     def seen() -> Any:
         group = default_group()
         sees_all = getattr(_this_thread, "sees_all", False)
-        return group if sees_all else _Replicas(group, replica, replicas)
+        return _Replicas(group, replica, replicas) if not sees_all and _is_asked() else group
 
     os.environ.update({name: shown[name] for name in before})
     try:
@@ -44,6 +48,23 @@ def world_of_replicas(replica: int, replicas: int) -> Iterator[None]:
 
 
 @contextmanager
+def hooks_see_replicas(groups: Groups) -> Iterator[None]:
+    """The same for the hooks that make loaders: what they share out by rank is read by replicas.
+
+    Args:
+        groups: The process groups.
+    """
+    dataloader = DATALOADER.current()
+
+    def seeing_replicas(*args: Any) -> Any:
+        with world_of_replicas(groups.replica, groups.replicas):
+            return dataloader(*args)
+
+    with DATALOADER.replaced(seeing_replicas) if groups.stages > 1 else nullcontext():
+        yield
+
+
+@contextmanager
 def world_as_it_is() -> Iterator[None]:
     """Let this thread see all processes, while another one reads."""
     _this_thread.sees_all = True
@@ -51,6 +72,17 @@ def world_as_it_is() -> Iterator[None]:
         yield
     finally:
         _this_thread.sees_all = False
+
+
+def _is_asked() -> bool:
+    """Whether the rank or the number of processes is asked for, not by a collective call."""
+    frame, name = sys._getframe(2), ""
+    while (module := frame.f_globals.get("__name__")) in (_DISTRIBUTED, _LOGGER):
+        name = frame.f_code.co_name if module == _DISTRIBUTED else name
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return name in ("get_rank", "get_world_size")
 
 
 class _Replicas:

@@ -50,6 +50,7 @@ from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
 from lightning_gpipe.strategy.optimizer_states import OptimizerStates
 from lightning_gpipe.strategy.places import PlacedStrategy
+from lightning_gpipe.strategy.reader import hooks_see_replicas
 from lightning_gpipe.strategy.world import World
 
 
@@ -139,6 +140,7 @@ class Run:
                 undo.enter_context(patches.AUTOGRAD_BACKWARD.replaced(steered))
             undo.enter_context(outside_gradients.allowed(self.pipeline))
             undo.enter_context(patches.hooks_counted())
+            undo.enter_context(hooks_see_replicas(world.groups))
             undo.enter_context(functional_calls.refused(self.pipeline))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
@@ -151,11 +153,7 @@ class Run:
             self._undo = undo.pop_all()
 
     def adopt_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the optimizers hold the state that this rank keeps alone.
-
-        Raises:
-            ValueError: If one needs the whole model, with what to do instead.
-        """
+        """Let optimizers hold the state that this rank keeps alone, or say what to do instead."""
         if self._world.is_spread:
             optimizer_refusals.refuse_optimizers(optimizers)
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
@@ -216,7 +214,10 @@ class Run:
         self.pipeline.begin_step(0, number, training=True)
         if self._steps is not None:
             step = partial(self._steps.train, step, number, not self._accumulating)
-        return self._step(step, *args, **kwargs)
+        result = self._step(step, *args, **kwargs)
+        if _lightning.has_no_backward(self._trainer):
+            self.pipeline.end_step()
+        return result
 
     def evaluate(self, step: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of validation, test or prediction. Collective over the pipeline."""
