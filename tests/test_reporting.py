@@ -201,3 +201,75 @@ def test_an_input_with_time_first_is_told_of(
         train(kind("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(**options))
     texts = [str(warning.message) for warning in told]
     assert any("shape [3, 8, 6], and the batch 8 samples" in text for text in texts) == is_told
+
+
+class Rows(models.Module):
+    """Gives the backbone other rows than samples."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[:5]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.backbone(self.rows(x))
+        return out[: len(x)]
+
+
+class Frames(Rows):
+    """Three frames of each sample."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.repeat(3, 1)
+
+
+class Bag(Rows):
+    samples = 1
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.repeat(5, 1)
+
+
+class Offsets(models.Module):
+    """Tells its blocks where sequences begin."""
+
+    begins = (0, 3, 8)
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(WithOffsets(models.WIDTH, models.WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor(self.begins, device=x.device)
+        for block in self.blocks:
+            x = block(x, offsets)
+        return x
+
+
+class WithOffsets(nn.Linear):
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Labels(Offsets):
+    begins = (0, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_told"),
+    [
+        (Rows, {"chunks": 2}, True),
+        (Rows, {"chunks": 1}, False),
+        (Rows, {"chunks": 2, "step": "micro-batch"}, False),
+        (Frames, {"chunks": 2}, False),
+        (Bag, {"chunks": 2}, True),
+        (models.Module, {"chunks": 2}, False),
+        (Offsets, {"chunks": 2}, True),
+        (Labels, {"chunks": 2}, False),
+    ],
+)
+def test_rows_that_seem_to_be_no_samples_are_told_of(
+    kind: type[models.Module], options: dict[str, Any], is_told: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(kind("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(**options))
+    texts = [str(warning.message) for warning in told]
+    assert any("rows seem to be no samples" in text for text in texts) == is_told
