@@ -919,6 +919,29 @@ class Roots(Scalars):
         return self.head(hidden), total
 
 
+class Looking(Loop):
+    """Returns two tensors, and looks at values."""
+
+    def block(self, i: int) -> nn.Module:
+        return Looks(WIDTH, WIDTH)
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made, part = block(hidden)
+        return made + part
+
+
+class Looks(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden), hidden if float(hidden.sum()) else -hidden
+
+
+class Picks(Loop):
+    """Takes columns by a list."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden) + hidden[:, [-1]] * hidden[:, [0, 1, 2, 3, 4, 5]]
+
+
 class AfterIdentity(Loop):
     """Changes in place what a block may have handed through."""
 
@@ -1045,6 +1068,7 @@ WORK = (
         Asks,
         AsksSequence,
         ReadsLate,
+        Picks,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
@@ -1108,6 +1132,7 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
         (AfterIdentity, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (Changing, r"Block 0 returned something of shape \[\d, 6\], not None, as it was expected"),
         (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
+        (Looking, r"Looks can't run on the meta device.* taken for one tensor.* 'unbind' uses"),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
 )
@@ -1401,6 +1426,9 @@ def test_an_index_may_take_parts_of_a_sample() -> None:
     assert index([Look(3), (Ellipsis, 0)], {}) == set()
     assert index([Look(3), (Ellipsis, None)], {}) == set()
     assert index([Look(3), (slice(None), numbers)], {}) == {id(numbers)}
+    assert index([Look(3), (slice(None), [0, -1])], {}) == set()
+    for wrong in ([0, 1], [[0]]), ([0], slice(None)), (slice(None), [True]), (slice(None), [0], 0):
+        assert index([Look(3), tuple(wrong)], {}) is None
 
 
 def test_a_hidden_state_that_is_given_by_name_is_refused() -> None:

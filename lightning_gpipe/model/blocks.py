@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
-from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
+from lightning_gpipe.model.dry_runs import AsWritten, CantRun, DryRuns
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
@@ -314,6 +314,7 @@ class _Listener:
                     f" [batch, …] first. {CONDITION}"
                 )
             promise = loop.promise(value)
+            promise._promised.why_unknown = returns.why_not
             if returns.is_known and (part or blocks.as_tuple is None):
                 loop.notes.returns(value, "" if returns.spec is None else repr(returns.spec))
             if returns.spec is not None:
@@ -334,6 +335,8 @@ class _Listener:
         """What a block returns, by a run without data."""
         given = tree_flatten(loop.on_meta(args, kwargs))
         returned = self._dry_runs.returned(module, *given)
+        if isinstance(returned, CantRun):
+            return _Returns(why_not=returned.why)
         leaves, spec = tree_flatten(returned)
         if spec.is_leaf() or not leaves:
             return _Returns(is_known=isinstance(returned, Tensor))
@@ -362,12 +365,14 @@ class _Returns:
         unsplit: Which leaves have the batch elsewhere than in dimension 0.
         is_known: Whether a run without data told.
         first: What stands in place of the hidden state; empty: it does.
+        why_not: Why it can't run without data; empty: it can, or hasn't.
     """
 
     spec: TreeSpec | None = None
     unsplit: frozenset[int] = frozenset()
     is_known: bool = False
     first: str = ""
+    why_not: str = ""
 
 
 def _unsplit(leaves: Sequence[Any]) -> frozenset[int]:

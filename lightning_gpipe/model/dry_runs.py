@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,17 @@ from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
 AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
 
 _REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CantRun:
+    """Stands for what a block returns that can't run without data.
+
+    Args:
+        why: The reason.
+    """
+
+    why: str
 
 
 class DryRuns:
@@ -39,7 +51,7 @@ class DryRuns:
             spec: Their structure.
 
         Returns:
-            It with tensors on the meta device, which others get, too; None: it can't run so.
+            It with tensors on the meta device, which others get, too; or :class:`CantRun`.
         """
         signature = module_signature(block)
         if signature is None:
@@ -56,8 +68,8 @@ class DryRuns:
         try:
             with self._as_written(block), torch._C.DisableTorchFunction():
                 return run_as_set(block, *args, **kwargs)
-        except (UntraceableLayer, TypeError):
-            return None
+        except (UntraceableLayer, TypeError) as error:
+            return CantRun(str(error))
 
 
 def is_tensor(value: object) -> bool:

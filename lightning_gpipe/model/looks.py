@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import Function
-from lightning_gpipe.model.dry_runs import DryRuns, is_tensor, look_of
+from lightning_gpipe.model.dry_runs import CantRun, DryRuns, is_tensor, look_of
 from lightning_gpipe.model.promise import Unknown, refusal
 from lightning_gpipe.model.sample_wise import Look
 
@@ -181,10 +181,13 @@ class Looks:
     def _run(
         self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec
     ) -> tuple[Any, ...] | None:
-        """Run a block; None: it isn't known what it is given."""
+        """Run a block; None: it can't run without data, or it isn't known what it is given."""
         if any(Unknown in type(leaf).__mro__ for leaf in leaves):
             return None
-        elements = tree_leaves(self._dry_runs.returned(block, leaves, spec))
+        returned = self._dry_runs.returned(block, leaves, spec)
+        if isinstance(returned, CantRun):
+            return None
+        elements = tree_leaves(returned)
         return tuple(on_meta(one) if isinstance(one, Tensor) else one is None for one in elements)
 
 

@@ -231,6 +231,7 @@ class Promised:
         look: A tensor on the meta device that looks as it does; None: it isn't known yet.
         is_shared: Whether another promise stands for the same memory.
         known: What it stands for, as soon as the blocks have run, if it came out.
+        why_unknown: Why its block can't run without data; empty: it can.
     """
 
     recorder: Recorder | None
@@ -239,6 +240,7 @@ class Promised:
     look: Tensor | None = None
     is_shared: bool = False
     known: Any = None
+    why_unknown: str = ""
 
 
 class Promise(Tensor):
@@ -277,7 +279,12 @@ class Promise(Tensor):
             device = promised.device
             return device if func == _DEVICE else device.type == "meta"
         if func not in _KNOWN:
-            return promised.recorder.apply(func, args, kwargs)
+            try:
+                return promised.recorder.apply(func, args, kwargs)
+            except RuntimeError as error:
+                if not promised.why_unknown:
+                    raise
+                raise RuntimeError(f"{promised.why_unknown}{_ONE_TENSOR} {error}") from None
         look = promised.recorder.read(promised, _KNOWN[func])
         return func(look, *args[1:], **kwargs)
 
@@ -329,6 +336,11 @@ def _named(func: Any) -> str:
     return f"'{getattr(func.__self__, '__name__', name) if is_read else name}'"
 
 
+_ONE_TENSOR = (
+    ", so it isn't known what it returns, and that was taken for one tensor. If it returns more,"
+    " let it compute without looking at values, and build new tensors on the device of its input;"
+    " or let it return one tensor."
+)
 _IN_SEQUENCE = "through which a tuple can take what jumps over some"
 _DEVICE = getattr(Tensor, "device").__get__  # noqa: B009
 _OF_DEVICE = {_DEVICE, getattr(Tensor, "is_meta").__get__}  # noqa: B009

@@ -228,15 +228,20 @@ def _indexed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not isinstance(args[0], Look) or not index:
         return False
-    tensors = [one for one in index if isinstance(one, Tensor)]
+    tensors = [one for one in index if isinstance(one, (Tensor, list))]
     numbers = [one for one in index if type(one) is int]
-    if len(tensors) > 1 or (tensors and (numbers or tensors[0].ndim != 1)):
+    if len(tensors) > 1 or (tensors and (numbers or not _is_row(tensors[0]))):
         return False  # whose dimensions would come first
-    if not all(type(one) in (int, slice, EllipsisType, type(None), Tensor) for one in index):
+    if not all(type(one) in (int, slice, EllipsisType, type(None), Tensor, list) for one in index):
         return False
     if index[0] is Ellipsis:
         return sum(one is not None for one in index[1:]) < args[0].ndim
     return bool(type(index[0]) is slice and index[0] == slice(None))
+
+
+def _is_row(index: Any) -> bool:
+    """Whether a tensor, or a list, has one dimension."""
+    return index.ndim == 1 if isinstance(index, Tensor) else all(type(i) is int for i in index)
 
 
 #: Functions that work sample by sample where their arguments are such.

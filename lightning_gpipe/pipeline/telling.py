@@ -122,7 +122,7 @@ def _warn_of_rows(backbone: str, around: Surroundings, sample: Any) -> None:
             " Give the backbone [batch, time, ...]."
         )
         return
-    samples = lengths.pop() if len(lengths) == 1 else shape[0]  # else it isn't known
+    samples = next(iter(lengths)) if len(lengths) == 1 else shape[0]  # else it isn't known
     is_of_samples = shape[0] == samples or (samples > 1 and shape[0] % samples == 0)
     if not is_of_samples or any(_are_offsets(leaf, shape[0]) for leaf in tree.leaves):
         around.warn(
