@@ -224,6 +224,9 @@ ALONE: dict[str, Any] = {
     ),
     "a hinge that each keeps": lambda m, x, t, y, w: F.relu(scores_of(m, x) - 1e3).mean(),
     "logged functions of means": lambda *given: logged_functions(*given),
+    "time first": lambda m, x, t, y, w: F.cross_entropy(
+        m.head(m.body(m.embed(t).transpose(0, 1)).mean(0)), y
+    ),
     "mapped": lambda m, x, t, y, w: torch.vmap(F.cross_entropy)(scores_of(m, x), y).mean(),
 }
 
@@ -323,6 +326,17 @@ TOGETHER: dict[str, Any] = {
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_is_told_of_samples_that_are_alone(name: str) -> None:
     assert texts_of(name, chunks=5) == texts_of(name, chunks=6) == []  # of 4 samples, then 3
+
+
+def test_samples_that_are_mixed_with_time_first_are_told_of(monkeypatch: Any) -> None:
+    def mixed(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        hidden = m.embed(tokens)
+        hidden = (hidden + 0.3 * hidden.mean(0)).transpose(0, 1)
+        return F.cross_entropy(m.head(m.body(hidden).mean(0)), y)
+
+    monkeypatch.setitem(TOGETHER, "mixed", mixed)
+    (text,) = texts_of("mixed")
+    assert text.startswith("What stands before the backbone computes samples together")
 
 
 @pytest.mark.parametrize("name", TOGETHER)

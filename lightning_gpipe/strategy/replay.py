@@ -321,6 +321,8 @@ class Replay:
             four, share = [t.detach() for t in found.values], self._rounding(tensor.dtype)
             on_a, on_b = depends(four, share)
             if bool((on_a & on_b).any()):
+                if _are_columns(four, self._samples, share):
+                    raise CannotReplay(_ORDER)
                 self.mixer_before = None if are_reordered(four) else found.mixer
                 raise CannotReplay("Samples are computed together before the backbone.")
             if (own := of_given(four, halves, share)) is None:
@@ -329,6 +331,20 @@ class Replay:
         if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
             raise CannotReplay(_ORDER)
         return self._halves
+
+
+def _are_columns(four: Sequence[Tensor], samples: int, share: float) -> bool:
+    """Whether dimension 1 is the batch, as of ``[time, batch, …]``: no part along it mixes halves.
+
+    Args:
+        four: The tensor in the four runs.
+        samples: N.
+        share: What may be due to rounding.
+    """
+    if four[0].ndim < 3 or four[0].shape[1] != samples:
+        return False
+    on_a, on_b = depends([t.transpose(0, 1) for t in four], share)
+    return not bool((on_a & on_b).any())
 
 
 def _check_writes(ran: Ran, known: Mapping[int, _Four]) -> None:
