@@ -86,7 +86,7 @@ class PipelinedModule:
         self._state.adopt_optimizers()
 
     def begin_step(self, *step: int, training: bool = False) -> None:
-        """Tell which step comes, of layers as they were cut. Collective over replicas in training.
+        """Tell which step comes. Collective over the replicas in training.
 
         Args:
             step: Numbers that tell steps apart; the same on every stage.
@@ -225,7 +225,7 @@ class PipelinedModule:
         return self._state.gradients()
 
     def state_dict(self, is_alone: bool = False) -> dict[str, Any]:
-        """The module's: whole on rank 0, or each rank's part, and alone. Collective, else."""
+        """Whole on rank 0, or each rank's part, as where one is alone; else it is collective."""
         return self._state.state_dict(is_alone)
 
     def writes(self) -> Callable[[str], bool]:
