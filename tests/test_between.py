@@ -935,6 +935,26 @@ class Looks(nn.Linear):
         return super().forward(hidden), hidden if float(hidden.sum()) else -hidden
 
 
+class Flags(Rows):
+    """Asks its blocks for more in every second step."""
+
+    def block(self, i: int) -> nn.Module:
+        return Flagged(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, with_more = self.before(x), self.trainer.global_step % 2 == 1
+        for block in self.blocks:
+            made = block(hidden, with_more)
+            hidden = made[0] + made[1] if with_more else made
+        return self.head(hidden)
+
+
+class Flagged(nn.Linear):
+    def forward(self, hidden: Tensor, with_more: bool) -> Any:
+        made = super().forward(hidden)
+        return (made, hidden.tanh()) if with_more else made
+
+
 class Picks(Loop):
     """Takes columns by a list."""
 
@@ -1107,6 +1127,14 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
             torch.testing.assert_close(
                 state, plain[name], atol=1e-10, rtol=0, msg=f"{name}: {{}}".format
             )
+
+
+def test_blocks_may_be_asked_for_more_in_some_steps() -> None:
+    torch.manual_seed(2)
+    expected = train(Flags(), max_steps=4, devices=1)
+    for stages in (1, 2):
+        found = run_ranks(trained, stages, (Flags,), stages, "mini-batch")[0]["Flags"]
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize(
