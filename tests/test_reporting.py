@@ -184,6 +184,14 @@ class BatchFirst(TimeFirst):
     batch_first = True
 
 
+def warned_of(kind: type[models.Module], options: dict[str, Any]) -> str:
+    """What a step warns of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(kind("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(**options))
+    return "\n".join(str(warning.message) for warning in told)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "is_told"),
     [
@@ -196,11 +204,7 @@ class BatchFirst(TimeFirst):
 def test_an_input_with_time_first_is_told_of(
     kind: type[models.Module], options: dict[str, Any], is_told: bool
 ) -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        train(kind("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(**options))
-    texts = [str(warning.message) for warning in told]
-    assert any("shape [3, 8, 6], and the batch 8 samples" in text for text in texts) == is_told
+    assert ("shape [3, 8, 6], and the batch 8 samples" in warned_of(kind, options)) == is_told
 
 
 class Rows(models.Module):
@@ -268,8 +272,18 @@ class Labels(Offsets):
 def test_rows_that_seem_to_be_no_samples_are_told_of(
     kind: type[models.Module], options: dict[str, Any], is_told: bool
 ) -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        train(kind("sgd"), devices=1, max_steps=1, strategy=GPipeStrategy(**options))
-    texts = [str(warning.message) for warning in told]
-    assert any("rows seem to be no samples" in text for text in texts) == is_told
+    assert ("rows seem to be no samples" in warned_of(kind, options)) == is_told
+
+
+class SaysTimeFirst(models.Module):
+    """A layer that says that it takes dimension 0 for time."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone[0].batch_first = False
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_layers_with_time_first_are_told_of_where_micro_batches_are_cut(step: str) -> None:
+    is_told = "has batch_first=False" in warned_of(SaysTimeFirst, {"chunks": 2, "step": step})
+    assert is_told == (step == "mini-batch")

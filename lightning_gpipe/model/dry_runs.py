@@ -17,7 +17,8 @@ from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
 #: Lets modules be called as if nothing were redirected.
 AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
 
-_REMEMBERED = 4096
+#: Inputs that are remembered: where they differ in every step there is no use for more.
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class DryRuns:
             return self._run(block, leaves, spec)
         key = signature, tuple(look_of(leaf) for leaf in leaves), repr(spec)
         if key not in self._known:
-            if len(self._known) >= _REMEMBERED:
+            if len(self._known) >= REMEMBERED:
                 self._known.clear()
             self._known[key] = self._run(block, leaves, spec)
         return self._known[key]

@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import Function
-from lightning_gpipe.model.dry_runs import CantRun, DryRuns, is_tensor, look_of
+from lightning_gpipe.model.dry_runs import REMEMBERED, CantRun, DryRuns, is_tensor, look_of
 from lightning_gpipe.model.promise import Unknown, refusal
 from lightning_gpipe.model.sample_wise import Look
 
-_REMEMBERED = 4096
 _OFTEN = 2  # inputs after which a block that has kept their shape and type is thought to do so
 
 
@@ -156,7 +155,7 @@ class Looks:
         """
         key = function, hidden, samples, tuple(look_of(leaf) for leaf in leaves), repr(spec)
         if key not in self._applied:
-            if len(self._applied) >= _REMEMBERED:
+            if len(self._applied) >= REMEMBERED:
                 self._applied.clear()
             found = _applied(func, function, leaves, hidden, spec)
             if bool(found[1].ndim) != bool(leaves[hidden[0]].ndim) or not is_alike(
@@ -173,7 +172,7 @@ class Looks:
         key = place, block.training, tuple(look_of(leaf) for leaf in leaves)
         is_new = key not in self._known
         if is_new:
-            if len(self._known) >= _REMEMBERED:
+            if len(self._known) >= REMEMBERED:
                 self._known.clear()
             self._known[key] = self._run(block, leaves, spec)
         return self._known[key], is_new
