@@ -113,6 +113,7 @@ REFUSED_BY_PYTORCH = ("in place", "in place, later", "in eval")
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Layer . .Observer. .* computes rows of its input together")
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_that_layers_change_do_not_depend_on_cut_or_mode(kind: str) -> None:
     # PyTorch itself refuses what a kept graph has saved and is changed later

@@ -93,11 +93,13 @@ class ForwardContext:
             between calls.
         run_layer: How layers are run.
         rounding: How they round; None: they don't run again.
+        splits: Whether the backbone's input is cut along dimension 0.
     """
 
     key: tuple[int, ...]
     run_layer: RunLayer
     rounding: Rounding | None
+    splits: bool = False
 
     @classmethod
     def current(

@@ -24,6 +24,7 @@ from lightning_gpipe.engine.first_data import FirstData
 from lightning_gpipe.engine.injected import InjectedGradients
 from lightning_gpipe.engine.layer_hooks import Hooks, LayerHooks
 from lightning_gpipe.engine.micro_batch import Gradients, HandOn, MicroBatch
+from lightning_gpipe.engine.mixing import Mixing
 from lightning_gpipe.engine.randomness import LayerRandomness, Seeding, seed_of
 from lightning_gpipe.engine.reproduced import Reproduced, sums
 from lightning_gpipe.engine.writes import ParameterWrites
@@ -52,7 +53,7 @@ class StageCall:
     Args:
         context: What surrounds the forward.
         modes: Which of the stage's modules were in training.
-        count: M.
+        sizes: Samples in each micro-batch.
         seed: Of its random numbers.
         seeding: Before which layers Python's and NumPy's generators are seeded.
         buffers: The layers' buffers; None where nothing needs to be known of them.
@@ -69,7 +70,7 @@ class StageCall:
 
     context: ForwardContext
     modes: tuple[bool, ...]
-    count: int
+    sizes: tuple[int, ...]
     seed: int
     seeding: Seeding
     buffers: CallBuffers | None
@@ -80,6 +81,11 @@ class StageCall:
     parameter_versions: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     overwritten: set[int] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        """M."""
+        return len(self.sizes)
 
 
 class Stage:
@@ -120,6 +126,7 @@ class Stage:
         self._hooks = LayerHooks(self._modules)
         self._reproduced, self._injected = Reproduced([*self._layers]), InjectedGradients()
         self._randomness = LayerRandomness(self._layers, device, is_alone)
+        self._mixing = Mixing(self._layers, device, self._randomness)
         self._watched, self._is_alone = watched, is_alone
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
         #: Random generators that layers hold.
@@ -145,7 +152,7 @@ class Stage:
         modes = self._modes()
         seeding, seed = self._randomness.begin(modes, is_once), seed_of(*context.key)
         buffers = self._buffers.begin(modes)
-        call = StageCall(context, modes, len(sizes), seed, seeding, buffers, statistics)
+        call = StageCall(context, modes, tuple(sizes), seed, seeding, buffers, statistics)
         call.sums = None if is_once else self._reproduced.begin()
         return call
 
@@ -187,6 +194,7 @@ class Stage:
         """
         trains = torch.is_grad_enabled()
         drops = trains and not keep_graph
+        looked_at = self._mixing.kept(inputs, m, call.sizes)
         # nothing is split: layers may do with the batch what they do without a pipeline
         is_lent = self._is_alone and call.count == 1 and not drops
         record = call.micro_batches[m] = MicroBatch(requires_grad, is_own, is_lent)
@@ -214,6 +222,8 @@ class Stage:
             if call.sums is not None:
                 call.sums[m] = sums(outputs)
         record.end_forward(inputs, outputs, keep_graph)
+        if looked_at is not None:
+            self._mixing.look(looked_at, m, call.sizes, call.seed, call.context)
         return outputs.detached()
 
     def recompute(self, call: StageCall, m: int, keep_input: bool) -> None:
@@ -232,7 +242,7 @@ class Stage:
             self._writes.refused(call.written),
             torch.enable_grad(),
             call.context.restored(),
-            self._in_modes(call.modes),
+            _in_modes(self._modules, call.modes),
             self._buffers.recompute(call.buffers, m, once_more=keep_input),
             self._attributes.restored(met.attributes),
             self._hooks.restored(met.hooks),
@@ -316,22 +326,24 @@ class Stage:
             raise RuntimeError(problem)
         return output
 
-    def _in_modes(self, modes: tuple[bool, ...]) -> AbstractContextManager[None]:
-        """Put the modules in the modes of the forward."""
-        before = self._modes()
-        return nullcontext() if before == modes else self._changed_modes(before, modes)
 
-    @contextmanager
-    def _changed_modes(self, before: tuple[bool, ...], modes: tuple[bool, ...]) -> Iterator[None]:
-        try:
-            self._set_modes(modes)
-            yield
-        finally:
-            self._set_modes(before)
+@contextmanager
+def _in_modes(modules: Sequence[nn.Module], modes: tuple[bool, ...]) -> Iterator[None]:
+    """Put modules in the modes of the forward."""
+    before = tuple(module.training for module in modules)
+    if before == modes:
+        yield
+        return
+    try:
+        _set_modes(modules, modes)
+        yield
+    finally:
+        _set_modes(modules, before)
 
-    def _set_modes(self, modes: tuple[bool, ...]) -> None:
-        for module, training in zip(self._modules, modes, strict=True):
-            module.training = training
+
+def _set_modes(modules: Sequence[nn.Module], modes: tuple[bool, ...]) -> None:
+    for module, training in zip(modules, modes, strict=True):
+        module.training = training
 
 
 _CHANGED_IN_COMMON = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,9 @@ class WholeBatch:
         key = (self._seed, self._groups.replica, *self._step, self._calls_in_step)
         self._check_call(key)
         plan = self._plan(split)
-        context = ForwardContext.current(key, self._groups.device, run_layer, plan.recomputes)
+        device = self._groups.device
+        context = ForwardContext.current(key, device, run_layer, plan.recomputes)
+        context = replace(context, splits=True)
         self._links.allow(plan.leads)
         source, target = BatchInput(batch, split, self._groups.is_first), BatchOutput(split)
         mini_batch = self._executor.begin(plan, context, split.sizes, source, target)

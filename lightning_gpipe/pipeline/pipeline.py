@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,7 +77,6 @@ class Surroundings:
         warn: Warns on rank 0.
         trial: Whether all stages go on when one fails.
         watch: Measures what this rank's stages do.
-        lengths: Returns those of dimension 0 of the tensors in the running step's batch.
     """
 
     settings: Settings
@@ -93,7 +92,6 @@ class Surroundings:
     warn: Callable[[str], object]
     trial: Trial
     watch: Stopwatch
-    lengths: Callable[[], Collection[int]]
 
     def cut_by(self, sample: Any) -> Surroundings:
         """The same, with nothing that goes by the backbone's input where there is none."""

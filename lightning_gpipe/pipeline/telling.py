@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpipe.model.parameters import outside_modules, parameter_count
 from lightning_gpipe.model.partition import Partition
@@ -15,8 +14,6 @@ from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.chunks import largest_micro_batch, micro_batches
 from lightning_gpipe.plan.model_memory import ExpectedMemory
 from lightning_gpipe.plan.report import OUTSIDE_LIMIT, outside_share, partition_table
-from lightning_gpipe.tensors.microbatch import batch_leaf
-from lightning_gpipe.tensors.tree import Tree
 
 
 def tell_cut(
@@ -56,16 +53,6 @@ def tell_cut(
         texts.insert(0, f"\n{table(memories=memory.most if memory is not None else None)}")
     around.inform(*texts)
     is_replicated = around.settings.step == "mini-batch"
-    for name, part in body.named_modules() if is_replicated else ():
-        if getattr(part, "batch_first", True) is False:
-            around.warn(
-                f"'{backbone}.{name}' ({type(part).__name__}) has batch_first=False, but"
-                " micro-batches are cut along dimension 0: it must be the batch, or the layer"
-                " sees slices of time. Build it with batch_first=True."
-            )
-            break
-    else:
-        _warn_of_rows(backbone, around, sample)
     if groups.stages > 1:
         _warn_of_second_names(module, backbone, around)
     for name, part in (body if is_replicated else module).named_modules():
@@ -103,42 +90,3 @@ def _warn_of_second_names(module: nn.Module, backbone: str, around: Surroundings
         f" have another name, too, such as '{name}'. Every stage holds these: delete the attribute,"
         " or make it a local variable, so that each stage holds its own layers alone."
     )
-
-
-def _warn_of_rows(backbone: str, around: Surroundings, sample: Any) -> None:
-    """Warn of an input of the backbone whose rows seem to be no samples."""
-    if sample is None or around.chunks == 1 or around.settings.step == "micro-batch":
-        return
-    tree = Tree.of(sample, "The backbone's input")
-    first, lengths = batch_leaf(tree), around.lengths()
-    if first is None or not lengths:
-        return
-    shape = list(tree.leaves[first].shape)
-    if shape[0] not in lengths and len(shape) == 3 and shape[1] in lengths:
-        around.warn(
-            f"The input of '{backbone}' has shape {shape}, and the batch {shape[1]} samples."
-            " Micro-batches are cut along dimension 0: if that is time, and"
-            " dimension 1 the batch, layers see slices of time, and the weights come out wrong."
-            " Give the backbone [batch, time, ...]."
-        )
-        return
-    samples = next(iter(lengths)) if len(lengths) == 1 else shape[0]  # else it isn't known
-    is_of_samples = shape[0] == samples or (samples > 1 and shape[0] % samples == 0)
-    if not is_of_samples or any(_are_offsets(leaf, shape[0]) for leaf in tree.leaves):
-        around.warn(
-            f"The input of '{backbone}' has shape {shape}, and its {shape[0]} rows seem to be no"
-            " samples. Micro-batches are cut along dimension 0: if rows belong together, as the"
-            " tokens of packed sequences, the nodes of a graph or the instances of a bag do, layers"
-            " see a part of them, and the weights come out wrong. Give the backbone"
-            " [batch, ...], padded, or use chunks=1."
-        )
-
-
-def _are_offsets(leaf: Any, rows: int) -> bool:
-    """Whether something tells where sequences begin that are packed into so many rows."""
-    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.is_meta or len(leaf) < 2:
-        return False
-    if leaf.dtype not in (torch.int32, torch.int64) or len(leaf) > rows + 1:
-        return False
-    values = leaf.tolist()
-    return bool(values[0] == 0 and values[-1] == rows and values == sorted(values))

@@ -45,12 +45,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-def lengths_of(batch: Any) -> set[int]:
-    """The lengths of dimension 0 of the tensors in a batch."""
-    plain = (t for t in tensors_of(batch) if t.layout == torch.strided and not t.is_nested)
-    return {len(t) for t in plain if t.ndim}
-
-
 @dataclasses.dataclass(slots=True)
 class Places:
     """Where in the batches of a loader something is split by samples, and where not.

@@ -44,7 +44,6 @@ from lightning_gpipe.strategy import (
     step_draws,
 )
 from lightning_gpipe.strategy.batch_size import searched_over_stages
-from lightning_gpipe.strategy.batches import lengths_of
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
@@ -84,7 +83,6 @@ class Run:
     ) -> None:
         self._trainer, self._world, self._settings, self._logged = trainer, world, settings, logged
         self._evaluations, self._accumulating = 0, False
-        self._given: tuple[Any, ...] = ()  # the batch of the running step
         self.is_steered = False  # a backward runs that all stages know of
         self._averages: list[AveragedCopy] = []
         self._is_set_up, self._trial = False, world.trial
@@ -107,7 +105,6 @@ class Run:
                 warn=rank_zero_warn,
                 trial=self._trial,
                 watch=(watch := Stopwatch(world.groups.device)),
-                lengths=lambda: lengths_of(self._given),
             )
             self.pipeline = PipelinedModule(trainer.lightning_module, surroundings)
             self.optimizer_states = OptimizerStates(self.pipeline)
@@ -243,11 +240,7 @@ class Run:
             explained(self._trainer.lightning_module),
         ):
             self._world.generators.share()
-            self._given = args[:1]
-            try:
-                result = step(*args, **kwargs)
-            finally:
-                self._given = ()
+            result = step(*args, **kwargs)
         return result
 
     @contextmanager
