@@ -315,6 +315,61 @@ def test_samplers_by_world_rank_are_refused(world: int, stages: int) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+class Shares(L.LightningDataModule):
+    """Shares data out by the number of processes, or that of replicas."""
+
+    asks = True
+
+    def setup(self, stage: str) -> None:
+        data = torch.randn(2, 32, models.WIDTH, dtype=torch.float64)
+        shares = _processes() if self.asks else self.trainer.strategy.replicas
+        self.data = TensorDataset(*data[:, ::shares])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4)
+
+
+class SharesRightly(Shares):
+    asks = False
+
+
+def _processes() -> int:
+    return dist.get_world_size()
+
+
+class Gathers(nn.Module):
+    """A loss that asks, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean() / dist.get_world_size()
+
+
+class Gathering(models.Module):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = Gathers()(self(x))
+        return out
+
+
+def told_of_processes(module: type[models.Module], data: Any, stages: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        strategy = GPipeStrategy(2, stages=stages)
+        train(module(), data and data(), devices=2, max_steps=1, strategy=strategy)
+    texts = [str(each.message) for each in found]
+    return [text[:40] for text in texts if "stages x" in text]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("module", "data"),
+    [(models.Module, Shares), (models.Module, SharesRightly), (Gathering, None)],
+)
+def test_the_number_of_processes_is_told_of(module: Any, data: Any, stages: int) -> None:
+    found = run_ranks(told_of_processes, 2, module, data, stages)[0]
+    is_told = stages == 2 and data is not SharesRightly
+    assert found == ["torch.distributed.get_world_size() is 2 "] * is_told
+
+
 class Counting(models.Module):
     """Moves a buffer in its steps, of which every second one has no backward."""
 

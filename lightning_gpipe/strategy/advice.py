@@ -17,6 +17,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_gpipe.strategy import _lightning
 
 _READS_WORLD_SIZE = pl.Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
+#: Packages that ask for the number of processes themselves, and mean it.
+_OTHERS = {"lightning", "lightning_gpipe", "torchmetrics"}
 
 
 def explain_one_stage() -> None:
@@ -36,27 +38,47 @@ def is_read_by_user(frame: FrameType) -> bool:
     trainer = frame.f_back
     if trainer is None or trainer.f_code is not _READS_WORLD_SIZE or trainer.f_back is None:
         return False
-    reader = trainer.f_back
-    if reader.f_globals.get("__name__", "").partition(".")[0] in {"lightning", "lightning_gpipe"}:
-        return False
-    names = reader.f_code.co_varnames[:1]
-    reads = reader.f_locals.get(names[0]) if names else None
-    return isinstance(reads, (pl.LightningModule, pl.LightningDataModule))
+    return _belongs_to_others(trainer.f_back) is False
 
 
-def warn_of_world_size(stages: int, replicas: int) -> None:
-    """Say what ``trainer.world_size`` counts.
+def is_called_by_user(frame: FrameType | None) -> bool:
+    """Whether a module or DataModule calls a function, or another one that does.
 
     Args:
+        frame: That of who calls it.
+    """
+    while frame is not None:
+        if (is_others := _belongs_to_others(frame)) is not None:
+            return not is_others
+        frame = frame.f_back
+    return False
+
+
+def _belongs_to_others(frame: FrameType) -> bool | None:
+    """Whether Lightning or this package runs, or else a module or DataModule; None: neither."""
+    if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OTHERS:
+        return True
+    names = frame.f_code.co_varnames[:1]
+    reads = frame.f_locals.get(names[0]) if names else None
+    return False if isinstance(reads, (pl.LightningModule, pl.LightningDataModule)) else None
+
+
+def warn_of_world_size(what: str, stages: int, replicas: int) -> None:
+    """Say what the number of processes counts.
+
+    Args:
+        what: What tells it.
         stages: K.
         replicas: D.
     """
     rank_zero_warn(
-        f"trainer.world_size is {stages * replicas} here: {stages} stages x {replicas} replicas."
+        f"{what} is {stages * replicas} here: {stages} stages x {replicas} replicas."
         " The stages of a pipeline work on the same batch, so a batch size or learning rate that"
         f" goes by the number of devices is meant to use trainer.strategy.replicas ({replicas})."
         " Data that is shared out by it would be left unread in part: share it out by"
-        " trainer.distributed_sampler_kwargs, which tell the replica and their number."
+        " trainer.distributed_sampler_kwargs, which tell the replica and their number. What gathers"
+        " a batch from all processes finds each sample once per stage: self.all_gather finds it"
+        " once."
     )
 
 

@@ -281,7 +281,7 @@ CLOSURE = Target(
 DEFAULT_GROUP = Target(
     "torch.distributed.distributed_c10d",
     "_get_default_group",
-    "a dataset that shares itself out by rank means replicas",
+    "a dataset that shares itself out by rank means replicas, and so do others",
 )
 DATALOADER = Target(
     "lightning.pytorch.trainer.connectors.data_connector._DataLoaderSource",

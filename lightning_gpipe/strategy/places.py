@@ -55,7 +55,7 @@ class PlacedStrategy(ParallelStrategy):
         size = super().world_size
         if not self._has_warned and self.stages > 1 and advice.is_read_by_user(sys._getframe()):
             self._has_warned = True
-            advice.warn_of_world_size(self.stages, size // self.stages)
+            advice.warn_of_world_size("trainer.world_size", self.stages, size // self.stages)
         return size
 
     @property

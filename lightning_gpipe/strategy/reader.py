@@ -7,9 +7,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 from lightning_gpipe.comm.groups import Groups
+from lightning_gpipe.strategy import advice
 from lightning_gpipe.strategy.patches import DATALOADER, DEFAULT_GROUP
 
 #: Where PyTorch's functions stand, and what logs their calls.
@@ -36,7 +38,8 @@ def world_of_replicas(replica: int, replicas: int) -> Iterator[None]:
     def seen() -> Any:
         group = default_group()
         sees_all = getattr(_this_thread, "sees_all", False)
-        return _Replicas(group, replica, replicas) if not sees_all and _is_asked() else group
+        is_asked = not sees_all and _asked()[0] in ("get_rank", "get_world_size")
+        return _Replicas(group, replica, replicas) if is_asked else group
 
     os.environ.update({name: shown[name] for name in before})
     try:
@@ -65,6 +68,32 @@ def hooks_see_replicas(groups: Groups) -> Iterator[None]:
 
 
 @contextmanager
+def size_told_of(stages: int, replicas: int) -> Iterator[None]:
+    """Warn, once, where a module or DataModule asks PyTorch for the number of processes.
+
+    Not where replicas count as processes.
+
+    Args:
+        stages: K.
+        replicas: D.
+    """
+    default_group, has_warned = DEFAULT_GROUP.current(), False
+
+    def noticed() -> Any:
+        nonlocal has_warned
+        if not has_warned:
+            name, caller = _asked()
+            has_warned = name == "get_world_size" and advice.is_called_by_user(caller)
+            if has_warned:
+                what = "torch.distributed.get_world_size()"
+                advice.warn_of_world_size(what, stages, replicas)
+        return default_group()
+
+    with DEFAULT_GROUP.replaced(noticed) if stages > 1 else nullcontext():
+        yield
+
+
+@contextmanager
 def world_as_it_is() -> Iterator[None]:
     """Let this thread see all processes, while another one reads."""
     _this_thread.sees_all = True
@@ -74,15 +103,15 @@ def world_as_it_is() -> Iterator[None]:
         _this_thread.sees_all = False
 
 
-def _is_asked() -> bool:
-    """Whether the rank or the number of processes is asked for, not by a collective call."""
+def _asked() -> tuple[str, FrameType | None]:
+    """The function of PyTorch's that needs the default group, and who has called it."""
     frame, name = sys._getframe(2), ""
     while (module := frame.f_globals.get("__name__")) in (_DISTRIBUTED, _LOGGER):
         name = frame.f_code.co_name if module == _DISTRIBUTED else name
         if frame.f_back is None:
-            break
+            return name, None
         frame = frame.f_back
-    return name in ("get_rank", "get_world_size")
+    return name, frame
 
 
 class _Replicas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,6 +31,7 @@ from lightning_gpipe.failure.screen import LastWord
 from lightning_gpipe.failure.watchdog import Watchdog
 from lightning_gpipe.strategy import _lightning, collectives
 from lightning_gpipe.strategy.children import expecting_all, wait_for_children
+from lightning_gpipe.strategy.reader import size_told_of
 from lightning_gpipe.strategy.rendezvous import (
     explain_connections,
     join_world,
@@ -214,6 +215,8 @@ class World:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
         self._on_interrupt: SaveOnInterrupt | None = None
+        self._told = ExitStack()
+        self._told.enter_context(size_told_of(layout.stages, layout.replicas))
 
     @property
     def rank(self) -> int:
@@ -240,6 +243,7 @@ class World:
 
     def close(self) -> None:
         """Leave the groups: with the others at the end of a run, at once after an error."""
+        self._told.close()
         try:
             if self.can_wait():
                 self.groups.close()
