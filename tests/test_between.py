@@ -920,10 +920,10 @@ class Roots(Scalars):
 
 
 class Looking(Loop):
-    """Returns two tensors, and looks at values."""
+    """Returns two tensors, and looks at values, as sparse experts at who is sent to them."""
 
     def block(self, i: int) -> nn.Module:
-        return Looks(WIDTH, WIDTH)
+        return Looks(WIDTH, WIDTH) if i % 2 else Experts()
 
     def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
         made, part = block(hidden)
@@ -932,7 +932,56 @@ class Looking(Loop):
 
 class Looks(nn.Linear):
     def forward(self, hidden: Tensor) -> Any:
-        return super().forward(hidden), hidden if float(hidden.sum()) else -hidden
+        return super().forward(hidden), hidden if float(hidden.detach()[0, 0]) > -100 else -hidden
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gate = nn.Linear(WIDTH, 3)
+
+    def forward(self, hidden: Tensor) -> Any:
+        scores = self.gate(hidden).softmax(-1)
+        best, chosen = scores.max(-1, keepdim=True)
+        made = torch.zeros_like(hidden)
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(chosen == i)[0]
+            if rows.tolist():
+                made.index_add_(0, rows, expert(hidden[rows]) * best[rows])
+        return made, scores.sum(-1, keepdim=True)
+
+
+class Counting(Looking):
+    def block(self, i: int) -> nn.Module:
+        return Counts()
+
+
+class Counts(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen = list[float]()
+
+    def forward(self, hidden: Tensor) -> Any:
+        self.calls += 1
+        self.seen.append(float(hidden.detach().abs().sum()))
+        return super().forward(hidden)
+
+
+class Refuses(Looking):
+    """Can't be tried."""
+
+    def block(self, i: int) -> nn.Module:
+        return RefusesZeros(WIDTH, WIDTH)
+
+
+class RefusesZeros(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        assert hidden.detach().any() and torch.is_grad_enabled()
+        return super().forward(hidden), hidden
 
 
 class Flags(Rows):
@@ -1091,7 +1140,7 @@ WORK = (
         Picks,
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
-    *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates),
+    *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 
@@ -1129,6 +1178,15 @@ def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain
             )
 
 
+def test_a_run_on_zeros_leaves_no_trace() -> None:
+    module = Counting("sgd")
+    train(module, max_steps=3, strategy=GPipeStrategy(1, step="micro-batch"))
+    for block in module.blocks:
+        assert block.calls == 3
+        assert len(block.seen) == 3
+        assert all(block.seen)
+
+
 def test_blocks_may_be_asked_for_more_in_some_steps() -> None:
     torch.manual_seed(2)
     expected = train(Flags(), max_steps=4, devices=1)
@@ -1160,7 +1218,10 @@ def test_blocks_may_be_asked_for_more_in_some_steps() -> None:
         (AfterIdentity, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (Changing, r"Block 0 returned something of shape \[\d, 6\], not None, as it was expected"),
         (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
-        (Looking, r"Looks can't run on the meta device.* taken for one tensor.* 'unbind' uses"),
+        (
+            Refuses,
+            r"RefusesZeros can't run on the meta device.* taken for one tensor.* 'unbind' uses",
+        ),
         (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
 )

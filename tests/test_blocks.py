@@ -44,7 +44,7 @@ class Block(nn.Module):
     ) -> Any:
         gain = self.gain + getattr(self, "context", Context()).depth
         if self.widens > 1:
-            gain *= float(hidden[0, 0] > 0)  # can't run without data
+            gain /= float(hidden[0, 0]) ** 2  # can't run without data, nor on zeros
         mixed = self.linear(hidden) + positions * other * scale * gain
         hidden = (hidden + torch.where(mask, mixed, 0.0).tanh()).repeat(1, self.widens)
         return (hidden, None) if self.as_tuple else hidden

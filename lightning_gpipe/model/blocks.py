@@ -284,6 +284,7 @@ class _Listener:
         loop, named = self._loop, [name for name, _ in layers[index].named_children()]
         if loop is None or (index == 0 and loop.begins(part, args, kwargs)):
             loop = Loop.begin(self._looks, args, kwargs)
+            self._dry_runs.follow(loop.hidden)
         self._loop = loop
         if part and not loop.notes.is_due(part, index, named):
             raise RuntimeError(

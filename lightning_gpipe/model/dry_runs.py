@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+
+# As PyTorch's documentation imports it: no public name leads to it.
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from lightning_gpipe.model.alike import module_signature
-from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set
+from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set, run_on_zeros
 
 #: Lets modules be called as if nothing were redirected.
 AsWritten: TypeAlias = Callable[..., AbstractContextManager[None]]
@@ -41,10 +45,18 @@ class DryRuns:
 
     def __init__(self, as_written: AsWritten) -> None:
         self._as_written = as_written
+        self._device = torch.device("cpu")
         self._known: dict[Hashable, Any] = {}
+
+    def follow(self, hidden: Any) -> None:
+        """Run blocks where a hidden state is, if they look at values."""
+        if is_tensor(hidden) and not hidden.is_meta:
+            self._device = hidden.device
 
     def returned(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Any:
         """What a block returns.
+
+        One that looks at values, as an expert at who is sent to it, runs on zeros.
 
         Args:
             block: The block.
@@ -66,11 +78,22 @@ class DryRuns:
 
     def _run(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Any:
         args, kwargs = tree_unflatten(list(leaves), spec)
-        try:
-            with self._as_written(block), torch._C.DisableTorchFunction():
+        with self._as_written(block), torch._C.DisableTorchFunction():
+            try:
                 return run_as_set(block, *args, **kwargs)
-        except (UntraceableLayer, TypeError) as error:
-            return CantRun(str(error))
+            except (UntraceableLayer, TypeError) as error:
+                why = str(error)
+            zeros = partial(run_on_zeros, block, self._device)
+            with suppress(UntraceableLayer, TypeError):
+                return tree_map_only(Tensor, on_meta, zeros(*args, **kwargs))
+        return CantRun(why)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape and type of another one."""
+    shape, dtype = tensor.shape, tensor.dtype
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def is_tensor(value: object) -> bool:

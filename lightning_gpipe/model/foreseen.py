@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from lightning_gpipe.model.dry_runs import is_tensor
-from lightning_gpipe.model.looks import Kind, Looks, on_meta
+from lightning_gpipe.model.dry_runs import is_tensor, on_meta
+from lightning_gpipe.model.looks import Kind, Looks
 from lightning_gpipe.model.loop_notes import LoopNotes, Value
 from lightning_gpipe.model.promise import Promised, Unknown, is_promise, refusal
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.between import Function
-from lightning_gpipe.model.dry_runs import REMEMBERED, CantRun, DryRuns, is_tensor, look_of
+from lightning_gpipe.model.dry_runs import REMEMBERED, CantRun, DryRuns, is_tensor, look_of, on_meta
 from lightning_gpipe.model.promise import Unknown, refusal
 from lightning_gpipe.model.sample_wise import Look
 
@@ -188,13 +188,6 @@ class Looks:
             return None
         elements = tree_leaves(returned)
         return tuple(on_meta(one) if isinstance(one, Tensor) else one is None for one in elements)
-
-
-def on_meta(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device with the shape and type of another one."""
-    shape, dtype = tensor.shape, tensor.dtype
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def is_alike(tensor: Tensor, samples: int) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,35 @@ class Pretended:
         grad(leaf, leaf)
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape, strides and type."""
+        with self.mode:
+            return strides.empty_like(tensor, self.device)
+
     def for_backwards(self) -> Pretended:
         """This one; or the CPU's, where this machine has no such device.
 
         Then PyTorch chooses the device's kernels in a forward, but runs no backward.
         """
         return self if _differentiates(self.device.type) else Pretended(torch.device("cpu"))
+
+
+class Zeros:
+    """Real tensors in place of those on the meta device, for layers that look at values.
+
+    Args:
+        device: Where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.mode = device, nullcontext()
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape, strides and type, of zeros."""
+        return strides.empty_like(tensor, self.device).zero_()
+
+
+Place: TypeAlias = Pretended | Zeros
 
 
 @cache
@@ -108,17 +131,43 @@ def run_as_set(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return run_on_meta(module, *args, **kwargs)
 
 
+def run_on_zeros(module: nn.Module, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    """The same as :func:`run_as_set`, with zeros on a device: it computes, and uses memory.
+
+    Args:
+        module: The module; its parameters and buffers may be on the meta device.
+        device: Where it is called.
+        args: What it is called with; zeros stand for tensors on the meta device.
+        kwargs: The same.
+    """
+    return _run_on_meta(module, args, kwargs, training=None, place=Zeros(device))
+
+
 def _run_on_meta(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool | None
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    training: bool | None,
+    place: Zeros | None = None,
 ) -> Any:
     tree = Tree.of((tuple(args), dict(kwargs)), "The example")
-    value = tree.mapped(to_meta_leaf).value()
+    value = tree.mapped(partial(_example, place=place)).value()
 
     def call(_: int, forward: Any, given: Any) -> Any:
         return forward(*given[0], **given[1])
 
     with torch.no_grad():
-        return run_layer_on_meta(module, call, 0, value, with_hooks=True, training=training)
+        return run_layer_on_meta(
+            module, call, 0, value, with_hooks=True, training=training, place=place
+        )
+
+
+def _example(tensor: Tensor, place: Zeros | None) -> Tensor:
+    """What stands for an argument: itself, where values are known and looked at."""
+    if place is None or tensor.is_meta:
+        made: Tensor = to_meta_leaf(tensor, place)
+        return made
+    return strides.copy(tensor.detach())
 
 
 def run_layer_on_meta(
@@ -130,7 +179,7 @@ def run_layer_on_meta(
     *,
     with_hooks: bool = False,
     training: bool | None = False,
-    place: Pretended | None = None,
+    place: Place | None = None,
 ) -> Any:
     """Run a layer with tensors on the meta device, which leaves no trace in it.
 
@@ -182,30 +231,29 @@ class _Within(nn.Module):
         return run()
 
 
-def meta_tensors(module: nn.Module, place: Pretended | None = None) -> dict[str, Tensor]:
+def meta_tensors(module: nn.Module, place: Place | None = None) -> dict[str, Tensor]:
     """A module's parameters and buffers on the meta device, by name."""
     parameters = {name: graph_leaf_on_meta(p, place) for name, p in module.named_parameters()}
     return {**parameters, **{name: to_meta_leaf(b, place) for name, b in module.named_buffers()}}
 
 
-def graph_leaf_on_meta(tensor: Tensor, place: Pretended | None = None) -> Tensor:
+def graph_leaf_on_meta(tensor: Tensor, place: Place | None = None) -> Tensor:
     """The same as :func:`to_meta_leaf`, a leaf of a graph where the tensor wants a gradient."""
     made: Tensor = to_meta_leaf(tensor, place)
     return made.requires_grad_(tensor.requires_grad)
 
 
-def to_meta_leaf(leaf: Any, place: Pretended | None = None) -> Any:
+def to_meta_leaf(leaf: Any, place: Place | None = None) -> Any:
     """A tensor of the same shape, strides and type on the meta device; other leaves as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
-    device = torch.device("meta") if place is None else place.device
-    with torch.no_grad(), nullcontext() if place is None else place.mode:
-        return strides.empty_like(leaf, device)
+    with torch.no_grad():
+        return place.like(leaf) if place else strides.empty_like(leaf, torch.device("meta"))
 
 
 @contextmanager
 def _left_as_it_was(
-    module: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
+    module: nn.Module, with_hooks: bool, training: bool | None, place: Place | None
 ) -> Iterator[None]:
     """Put back what a call changes: modes, hooks' traces, attributes, generators.
 
@@ -221,7 +269,7 @@ def _left_as_it_was(
 
 @contextmanager
 def _attributes_kept(
-    module: nn.Module, with_hooks: bool, training: bool | None, place: Pretended | None
+    module: nn.Module, with_hooks: bool, training: bool | None, place: Place | None
 ) -> Iterator[None]:
     kept = Attributes(module.modules())
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
@@ -262,7 +310,7 @@ class Attributes:
         held = (value for _, values in self._values for value in values.values())
         self._contents = [(value, value.copy()) for value in held if type(value) in _CONTAINERS]
 
-    def prepare(self, with_hooks: bool, training: bool | None, place: Pretended | None) -> None:
+    def prepare(self, with_hooks: bool, training: bool | None, place: Place | None) -> None:
         """Ready the modules for a call on the meta device; see :func:`run_layer_on_meta`."""
         for part, values in self._values:
             for name, value in values.items():
