@@ -6,7 +6,7 @@ left: the gradients were those of another function.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
@@ -109,6 +109,30 @@ class InObject(nn.Module):
         self.state.calls += 1
         self.state.more["calls"] += 2
         return self.linear(x) * (self.state.calls + self.state.more["calls"]) / 10
+
+
+class Percent(OrderedDict[str, float]):
+    """Makes something else of what it holds, in the order in which its entries were moved."""
+
+    def __getitem__(self, name: str) -> float:
+        return super().__getitem__(name) / 100
+
+    def __setitem__(self, name: str, value: float) -> None:
+        super().__setitem__(name, value * 2)
+
+
+class InOrder(nn.Module):
+    """Reads from one, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shares = nn.Linear(WIDTH, WIDTH), Percent(first=2.0, other=40.0)
+        self.shares.move_to_end("first")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shares["first"] = 1 + self.shares["first"]
+        self.shares.move_to_end("other" if len(next(iter(self.shares))) == 5 else "first")
+        return self.linear(x) * self.shares["first"] + self.shares["other"]
 
 
 class Slotted:
@@ -255,6 +279,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tensor of two modules": Sharing,
     "function, once": Calls,
     "object": InObject,
+    "ordered dict that computes": InOrder,
     "list": lambda: Counting([0], in_entry),
     "default dict": lambda: Counting(defaultdict(int), in_entry),
     "key of a default dict": lambda: Counting(defaultdict(bool), in_key),

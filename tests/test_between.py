@@ -980,7 +980,8 @@ class Refuses(Looking):
 
 class RefusesZeros(nn.Linear):
     def forward(self, hidden: Tensor) -> Any:
-        assert hidden.detach().any() and torch.is_grad_enabled()
+        assert hidden.detach().any()
+        assert torch.is_grad_enabled()
         return super().forward(hidden), hidden
 
 

@@ -13,11 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.autograd import Behind, LayerForwards
+from lightning_gpipe.model.places import CONTAINERS, FEW
 from lightning_gpipe.tensors.tree import version_of
 
 
 class KeptValues:
     """The tensors and floats that a forward leaves in attributes, also in lists, tuples and dicts.
+
+    Not in those of thousands of entries, such as a vocabulary.
 
     Args:
         modules: In whose attributes; the backbone's and those around it.
@@ -33,16 +36,15 @@ class KeptValues:
         Args:
             given: What the forward was given, which isn't its own.
         """
+        return self.new(given)[0]
+
+    def new(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
+        """The same, and floats that weren't there."""
         memory = {_memory(tensor) for tensor in given}
-        new = [value for value in self._new() if isinstance(value, Tensor)]
-        return [tensor for tensor in new if _memory(tensor) not in memory]
-
-    def floats(self) -> list[float]:
-        """Floats that weren't there."""
-        return [value for value in self._new() if isinstance(value, float)]
-
-    def _new(self) -> list[Any]:
-        return [value for key, value in self._now().items() if key not in self._before]
+        found = [value for key, value in self._now().items() if key not in self._before]
+        tensors = [value for value in found if isinstance(value, Tensor)]
+        floats = [value for value in found if isinstance(value, float)]
+        return [tensor for tensor in tensors if _memory(tensor) not in memory], floats
 
     def _now(self) -> dict[tuple[int, int], Any]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -97,10 +99,10 @@ class KeptInStep:
             return
         kept = KeptValues(self._modules)
         yield
-        tensors = kept.tensors(given)
+        tensors, floats = kept.new(given)
         self._tensors += tensors
         self._memory |= {_memory(tensor) for tensor in tensors}
-        self._floats += kept.floats()
+        self._floats += floats
 
     def has(self, value: Any) -> bool:
         """Whether a value is one of them, shares memory with one, or is differentiated by one."""
@@ -130,13 +132,13 @@ def _attributes(module: nn.Module) -> list[Any]:
     values = [value for name, value in vars(module).items() if name not in others]
     seen: dict[int, Any] = {}
 
-    def is_seen(value: Any) -> bool:
-        """Whether it was looked into before: a dict may contain itself."""
-        if id(value) in seen:
+    def is_left(value: Any) -> bool:
+        """Whether it was looked into before, as a dict may contain itself, or would take long."""
+        if id(value) in seen or (issubclass(type(value), CONTAINERS) and len(value) > FEW):
             return True
         seen[id(value)] = value
         return False
 
     # a proxy claims to be of another class, or fails to tell
-    leaves = tree_leaves(values, is_seen)
+    leaves = tree_leaves(values, is_left)
     return [leaf for leaf in leaves if issubclass(type(leaf), Tensor) or type(leaf) is float]

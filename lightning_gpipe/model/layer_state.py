@@ -36,6 +36,7 @@ from lightning_gpipe.model.places import (
     Place,
     attributes_of,
     base_of,
+    items_of,
     slots_of,
 )
 
@@ -209,7 +210,7 @@ class _Walk:
         elif issubclass(kind, CONTAINERS):
             self._add(name, value)
             if issubclass(kind, dict):
-                entries = islice(dict.copy(value).items(), _ENTRIES)
+                entries = islice(items_of(value).items(), _ENTRIES)
                 self._left += [(f"{name}[{k!r}]", v) for k, v in entries]
             elif not issubclass(kind, set):  # which has no order
                 items = islice(base_of(value).__iter__(value), _ENTRIES)

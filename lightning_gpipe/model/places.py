@@ -65,7 +65,7 @@ class Place:
         if isinstance(value, (Tensor, np.ndarray)):
             return {"": value}
         if isinstance(value, dict):
-            return dict.copy(value)
+            return items_of(value)
         if isinstance(value, set):
             return dict.fromkeys(set.__iter__(value))
         if isinstance(value, CONTAINERS):
@@ -199,11 +199,20 @@ def base_of(container: Any) -> Any:
     return next(kind for kind in kinds if kind.__module__ in ("builtins", "collections"))
 
 
+def items_of(container: dict[Any, Any]) -> Entries:
+    """What a dictionary holds, whatever its class makes of that when it is read."""
+    return dict(base_of(container).items(container))
+
+
 def refill(container: Any, entries: Iterable[Any]) -> None:
     """Let a container hold some entries and nothing else, whatever its class makes of that."""
     base = base_of(container)
     base.clear(container)
-    (base.update if isinstance(container, (dict, set)) else base.extend)(container, entries)
+    if isinstance(container, dict) and isinstance(entries, dict):
+        for name, value in entries.items():
+            base.__setitem__(container, name, value)
+        return
+    (base.update if isinstance(container, set) else base.extend)(container, entries)
 
 
 def ids_in(container: Any) -> list[int]:
