@@ -123,6 +123,41 @@ class Collected(Loop):
         return self.head(torch.stack(found, 1).mean(1) + found[1])
 
 
+class CollectedForNothing(Loop):
+    """Collects, and doesn't use, what has two rows for each sample."""
+
+    def block(self, i: int) -> nn.Module:
+        return Gathers(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.before(x), []
+        for block in self.blocks:
+            hidden, part = block(hidden)
+            found.append(part)
+        self.__dict__["collected"] = torch.stack(found)  # as in a tuple that is returned
+        return self.head(hidden)
+
+
+class Gathers(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden), hidden.repeat_interleave(2, 0)
+
+
+class UsesCollected(CollectedForNothing):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out + self.collected.mean()
+
+
+class Tags(CollectedForNothing):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks:
+            hidden, part = block(hidden)
+            part.kind = "attention"
+        return self.head(hidden)
+
+
 class Jumping(Loop):
     """Hands hidden states to blocks further on, as a U-Net does."""
 
@@ -1142,6 +1177,7 @@ WORK = (
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
+    CollectedForNothing,
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 

@@ -41,10 +41,9 @@ def not_capturing(first: nn.Module, blocks: int) -> Iterator[None]:
     Raises:
         RuntimeError: If something else is recorded than what blocks return.
     """
-    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(capturing, "_active_collector", None)
+    collector = _collector()
     recorded = collector.get() if collector is not None else None
-    if collector is None or not recorded:
+    if not recorded:
         yield
         return
     kept = {key for key in recorded if not key.startswith("_")}  # the others choose among them
@@ -53,12 +52,27 @@ def not_capturing(first: nn.Module, blocks: int) -> Iterator[None]:
             f"The model records {', '.join(recorded)} of its blocks, which are spread over stages:"
             f" {_REMEDY}"
         )
-    token = collector.set(None)
+    with unrecorded():
+        yield
+    recorded["hidden_states"] += [Unrecorded() for _ in range(blocks + 1)]  # the input's, too
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record nothing inside this context."""
+    collector = _collector()
+    token = collector.set(None) if collector is not None else None
     try:
         yield
     finally:
-        collector.reset(token)
-    recorded["hidden_states"] += [Unrecorded() for _ in range(blocks + 1)]  # the input's, too
+        if collector is not None:
+            collector.reset(token)
+
+
+def _collector() -> Any:
+    """Where models say what is recorded of the running call; None: nobody records."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    return getattr(capturing, "_active_collector", None)
 
 
 def _is_recorded(block: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from lightning_gpipe.model.alike import module_signature
+from lightning_gpipe.model.capturing import unrecorded
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_as_set, run_on_zeros
 
 #: Lets modules be called as if nothing were redirected.
@@ -78,7 +79,7 @@ class DryRuns:
 
     def _run(self, block: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> Any:
         args, kwargs = tree_unflatten(list(leaves), spec)
-        with self._as_written(block), torch._C.DisableTorchFunction():
+        with self._as_written(block), unrecorded(), torch._C.DisableTorchFunction():
             try:
                 return run_as_set(block, *args, **kwargs)
             except (UntraceableLayer, TypeError) as error:

@@ -161,6 +161,9 @@ def _class_of(base: type[StandIn], kind: type) -> Any:
     return _OfClass(kind.__name__, (base,), {**names, "of": kind})
 
 
+_COLLECT = torch.stack, torch.cat
+
+
 class Unknown:
     """Stands for what a block returns beside its hidden state, and no promise can stand for."""
 
@@ -182,8 +185,16 @@ class Unknown:
         return self.refuse()
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        return cls().refuse()
+    def __torch_function__(cls, func: Any, *_: Any, **__: Any) -> Any:
+        """Tell why it can't be used; what a model collects may be used by nobody."""
+        stand_in = object.__new__(cls)  # of what it doesn't need to know
+        return stand_in if func in _COLLECT else stand_in.refuse()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            self.refuse()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance, whose answer isn't known either
@@ -302,6 +313,26 @@ def with_known(args: Any, kwargs: Any) -> tuple[Any, Any, Promise | None]:
     if is_changed:
         args, kwargs = tree_unflatten(leaves, spec)
     return args, kwargs, first
+
+
+def answered(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Arguments with what is known by now, and what a stand-in that is left makes of a function.
+
+    Args:
+        func: The function.
+        types: Those of its arguments, as PyTorch tells them.
+        args: Its arguments.
+        kwargs: The same.
+
+    Returns:
+        The arguments, and the result; None: none is left.
+    """
+    if Promise in types:
+        args, kwargs, promise = with_known(args, kwargs)
+        if promise is not None:
+            return args, kwargs, Promise.__torch_function__(func, types, args, kwargs)
+    unknown = next((kind for kind in types if issubclass(kind, Unknown)), None)
+    return args, kwargs, unknown.__torch_function__(func) if unknown is not None else None
 
 
 def is_promise(value: object) -> TypeGuard[Promise]:

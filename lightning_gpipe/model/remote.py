@@ -232,7 +232,7 @@ CONSTANTS = {type(None), bool, int, float, str}
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
-    if isinstance(value, Tensor):
+    if issubclass(type(value), Tensor):
         return [value]
     found: list[Tensor] = []
     _gather((value,), found)
@@ -255,11 +255,11 @@ def _gather(values: Iterable[Any], found: list[Tensor]) -> None:
             found.append(value)
         elif kind in CONSTANTS:
             continue
-        elif isinstance(value, Tensor):
+        elif issubclass(kind, Tensor):  # of what it is a stand-in doesn't tell
             found.append(value)
-        elif isinstance(value, (list, tuple)):
+        elif issubclass(kind, (list, tuple)):
             _gather(value, found)
-        elif isinstance(value, dict):
+        elif issubclass(kind, dict):
             _gather(value.values(), found)
 
 

@@ -27,7 +27,7 @@ from lightning_gpipe.model.elsewhere import writes
 from lightning_gpipe.model.means import is_mean
 from lightning_gpipe.model.numbered import Numbered
 from lightning_gpipe.model.outlines import Outlines
-from lightning_gpipe.model.promise import Promise, with_known
+from lightning_gpipe.model.promise import answered
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.redirect import is_transforming
 from lightning_gpipe.model.remote import (
@@ -220,11 +220,9 @@ class StepTrace(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if Promise in types:
-            args, kwargs, promise = with_known(args, kwargs)
-            if promise is not None:
-                return Promise.__torch_function__(func, types, args, kwargs)
+        args, kwargs, answer = answered(func, types, args, kwargs or {})
+        if answer is not None:
+            return answer
         if is_metadata(func):
             return read_metadata(func, args, kwargs)
         name = name_of(func)
