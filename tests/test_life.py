@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.messages import RemoteError
 from tests import models
 from tests.ranks import RankError, run_ranks, start_ranks
@@ -328,6 +329,20 @@ def threads_after_runs(stages: int, step: Any) -> None:
             with suppress(FileNotFoundError, ProcessLookupError):  # it ends just now
                 names.append(Path(path).read_text().strip())
         print("threads:", *sorted(name for name in names if "gloo" in name))
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_a_run_on_one_device_leaves_no_group(step: Any) -> None:
+    """Its sockets and threads would wait for Python's collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        run = trainer(strategy=GPipeStrategy(2, step=step), max_steps=1)
+        run.fit(Living())
+        left = [found for found in gc.get_objects() if type(found) is Groups]
+    finally:
+        gc.enable()
+    assert left == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")

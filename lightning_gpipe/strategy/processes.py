@@ -254,7 +254,7 @@ class ProcessesStrategy(PlacedStrategy):
     def teardown(self) -> None:
         connected, self._world = self._world, None
         left = connected or self._left
-        self._left = left if not self.is_interrupted else None
+        self._left = left if not self.is_interrupted and self.world_size > 1 else None
         with ExitStack() as undo:  # all of it, whatever fails
             if connected is not None:
                 undo.callback(connected.leave_own_group)

@@ -171,7 +171,8 @@ class Run:
         parts = self.pipeline.parts
         with self._world.guarded():
             self._undo.close()
-        del self.pipeline, self.optimizer_states, self._logs  # they know this object and the groups
+        # they know this object and the groups
+        del self.pipeline, self.optimizer_states, self._logs, self._steps
         return parts
 
     def can_gather(self) -> bool:
