@@ -222,6 +222,16 @@ def test_the_one_called_so_is_taken_if_it_holds_the_most() -> None:
         find_backbone(module(neck=large, backbone=small), None)
 
 
+def test_one_that_holds_nearly_all_is_taken() -> None:
+    large, small = nn.Sequential(*layers(40)), nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    assert find_backbone(module(head=small, net=large), None) == "net"
+    frozen = copy.deepcopy(large).requires_grad_(False)
+    with pytest.raises(ValueError, match="has several"):
+        find_backbone(module(head=small, net=frozen), None)
+    with pytest.raises(ValueError, match="has several"):
+        find_backbone(module(head=small, net=large), None, {"": 10.0, "net": 7.0, "head": 3.0})
+
+
 class Stepped(nn.Module):
     @torch.compile(backend="eager")
     def training_step(self, batch: Any, batch_idx: int) -> None: ...

@@ -15,6 +15,8 @@ from lightning_gpipe.model.redirect import Redirect
 #: Share of the parameters, and of the operations where they are known, that singles out one of
 #: several candidates.
 CLEAR_SHARE = 0.8
+#: Share of the parameters that does so where operations aren't known.
+_NEARLY_ALL = 0.95
 
 
 def find_backbone(
@@ -28,8 +30,9 @@ def find_backbone(
             ``nn.ModuleList`` that holds more parameters than any ``nn.Sequential``; the only
             outermost ``nn.Sequential`` of two or more layers, or the one that has the layers of all
             others; the one that is called ``backbone`` and holds more than half of the parameters;
-            or the one that holds 80 % of the parameters and of the operations. Frozen
-            copies of another one, such as a teacher's that follows it, don't count.
+            or the one that holds 80 % of the parameters and of the operations, or where these
+            aren't known 95 % of the parameters, if it isn't frozen. Frozen copies of another one,
+            such as a teacher's that follows it, don't count.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
     Raises:
@@ -70,6 +73,8 @@ def find_backbone(
             row += f", {share:.0%} of the operations"
             if shares[key] >= CLEAR_SHARE and share >= CLEAR_SHARE:
                 return key
+        elif shares[key] >= _NEARLY_ALL and _trains(candidates[key]):
+            return key
         rows.append(row)
     hint = (
         ""

@@ -134,6 +134,8 @@ class _MiniBatch:
                     "this micro-batch has one sample, so that squeeze() without a dimension takes"
                     " the batch's away, too: give it the dimension, or use fewer chunks."
                 )
+                if "per channel" in str(error):  # batch norm's
+                    what = "this micro-batch has one sample: use fewer chunks, or larger batches."
             else:
                 continue
             add_note(error, f"With step='micro-batch' {what}")
