@@ -242,6 +242,24 @@ class TwoParts(Parts):
     count = 2
 
 
+class FirstWithout(Parts):
+    """The first block lacks a part, as that of FT-Transformer lacks a norm."""
+
+    def block(self, i: int) -> nn.Module:
+        parts = {"linear": nn.Linear(WIDTH, WIDTH), "tail": nn.Linear(WIDTH, WIDTH)}
+        return nn.ModuleDict(parts | ({"norm": nn.LayerNorm(WIDTH)} if i else {}))
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made = block["norm"](hidden) if "norm" in block else hidden
+        hidden = hidden + block["linear"](made).tanh()
+        return block["tail"](hidden)
+
+
+class LastWithout(FirstWithout):
+    def block(self, i: int) -> nn.Module:
+        return super().block(self.count - 1 - i)
+
+
 class NamedParts(Parts):
     """One of them beside another, and one that is called twice."""
 
@@ -1166,6 +1184,7 @@ WORK = (
         Remembers,
         Parts,
         TwoParts,
+        FirstWithout,
         NamedParts,
         NestedParts,
         CollectedParts,
@@ -1244,6 +1263,7 @@ def test_blocks_may_be_asked_for_more_in_some_steps() -> None:
         (OtherMode, "'mul' uses the hidden state between two blocks"),
         (Shared, "changes in place what block 1 has returned, which shares memory"),
         (ChangesInput, "A tensor that a block was called with was changed in place"),
+        (LastWithout, "The loop calls 'linear' of block 4 otherwise than the parts of the block"),
         (OtherParts, "The loop calls '1' of block 4 otherwise than the parts of the block before"),
         (FewerParts, "'mse_loss' uses the hidden state between two blocks"),
         (DropsNothing, "'add_' uses the hidden state between two blocks"),

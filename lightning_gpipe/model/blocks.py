@@ -286,7 +286,8 @@ class _Listener:
             loop = Loop.begin(self._looks, args, kwargs)
             self._dry_runs.follow(loop.hidden)
         self._loop = loop
-        if part and not loop.notes.is_due(part, index, named):
+        is_last = index == len(layers) - 1
+        if part and not loop.notes.is_due(part, index, named, is_last):
             raise RuntimeError(
                 f"The loop calls '{part}' of block {index} otherwise than the parts of the block"
                 f" before: call the same of each, in the same order. {CONDITION}"

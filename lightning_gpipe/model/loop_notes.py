@@ -81,6 +81,7 @@ class LoopNotes:
     mains: list[Value] = field(default_factory=list)
     parts: list[list[str]] = field(default_factory=list)
     _notes: list[Noted] = field(default_factory=list)
+    _named: dict[int, list[str]] = field(default_factory=dict)  # the parts of each block
     _count: int = 0  # since a block was begun
     _used: defaultdict[Value, set[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(set)
@@ -146,17 +147,23 @@ class LoopNotes:
         of_sample = None if shape is None else (-1, *shape[1:]) if shape else ()
         expected[value.element] = Expected(value.element, of_sample, dtype)
 
-    def is_due(self, part: str, block: int, named: list[str]) -> bool:
+    def is_due(self, part: str, block: int, named: list[str], is_last: bool) -> bool:
         """Whether a part of a block may be called next: parts are called as in the block before.
+
+        In the first block, and in one that has other parts than the block before, in any order.
 
         Args:
             part: Its name.
             block: The block.
             named: The parts as they stand in the block.
+            is_last: Whether it is the last one, of which it must be known when it is complete.
         """
+        self._named[block] = named
+        if block == 0 or (not is_last and named != self._named.get(block - 1)):
+            return True
         due = self._due(block, named)
         done = self.parts[block] if block < len(self.parts) else []
-        return block == 0 or due[: len(done) + 1] == [*done, part]
+        return due[: len(done) + 1] == [*done, part]
 
     def is_complete(self, blocks: int, named: list[str]) -> bool:
         """Whether all of so many blocks have been called, the last one with all of its parts."""
