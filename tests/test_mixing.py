@@ -189,6 +189,26 @@ class Rows(Packed):
     numbers = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
+class Tables(Around):
+    """Gives the backbone a large table, too, of as many rows as twice the samples."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(*(Reads() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.backbone((x, torch.eye(16, WIDTH, dtype=x.dtype, device=x.device)))
+        return torch.as_tensor(out)
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        x, table = given
+        return super().forward(x) + table.mean(0), table
+
+
 def told(module: type[models.Module], kind: type[nn.Module], **options: Any) -> list[str]:
     """What a run tells of layers that compute rows together."""
     with warnings.catch_warnings(record=True) as found:
@@ -235,7 +255,7 @@ def test_packed_tokens_are_told_of() -> None:
     ("module", "kind"),
     [
         *((Around, kind) for kind in (Layer, Dropout, Draws, Counts)),
-        *((Frames, Dropout), (Sequences, BatchFirst), (Sequences, Swaps)),
+        *((Frames, Dropout), (Sequences, BatchFirst), (Sequences, Swaps), (Tables, Layer)),
     ],
 )
 def test_layers_that_take_each_sample_by_itself_are_not_told_of(

@@ -189,19 +189,20 @@ def _changed(inputs: Tree, samples: int, along_rows: bool) -> Iterator[Tree]:
 
     Only one tensor changes, the largest: another one may be no tensor of samples.
     """
+    tensors = {i: t for i, t in enumerate(inputs.leaves) if isinstance(t, Tensor)}
     ways = {
-        i: [way for way in _ways(t, samples, 1) if not along_rows or (way.dim, way.axis) == (0, 0)]
-        for i, t in enumerate(inputs.leaves)
-        if isinstance(t, Tensor)
+        i: _one_by_one(t.shape[:1] if along_rows else t.shape, samples) for i, t in tensors.items()
     }
+    if not along_rows and not any(ways.values()):
+        ways = {i: _by_rows(t.shape[:1], samples) for i, t in tensors.items()}
     known = [i for i, found in ways.items() if found]
     if not known:
         return
-    largest = max(known, key=lambda i: inputs.leaves[i].numel())
+    largest = max(known, key=lambda i: tensors[i].numel())
     for way in ways[largest]:
         leaves = list(inputs.leaves)
-        leaves[largest] = changed = leaves[largest].clone()  # in whose memory nothing overlaps
-        way.first(changed).copy_(way.last(inputs.leaves[largest]))
+        leaves[largest] = changed = tensors[largest].clone()  # in whose memory nothing overlaps
+        way.first(changed).copy_(way.last(tensors[largest]))
         yield inputs.with_leaves(leaves)
 
 
@@ -209,7 +210,7 @@ def _are_apart(one: Tree, other: Tree, samples: int) -> bool:
     """Whether the rest of the samples is the same in two outputs, as far as it's known where."""
     pairs = zip(one.leaves, other.leaves, strict=True)
     return all(
-        _is_same(t, u, _ways(t, samples))
+        _is_same(t, u, _one_by_one(t.shape, samples) + _by_rows(t.shape, samples))
         for t, u in pairs
         if isinstance(t, Tensor) and t.is_floating_point()
     )
@@ -228,20 +229,17 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     return bool(((one - other).abs().max() <= allowed) | ~torch.isfinite(allowed))
 
 
-def _ways(tensor: Tensor, samples: int, dims: int | None = None) -> list[_Samples]:
-    """How samples may lie in a tensor, the likeliest first.
+def _one_by_one(shape: Sequence[int], samples: int) -> list[_Samples]:
+    """How samples may lie in a tensor that has one row for each."""
+    dims = [d for d, size in enumerate(shape) if size == samples]
+    return [_Samples(samples, d, (samples, 1), 0) for d in dims]
 
-    Args:
-        tensor: Of any shape.
-        samples: Their number.
-        dims: The number of dimensions that may have several rows for each; None: all may.
-    """
-    exact = [d for d, size in enumerate(tensor.shape) if size == samples]
-    long = [d for d, size in enumerate(tensor.shape[:dims]) if size > samples]
-    more = [d for d in long if tensor.shape[d] % samples == 0]
-    of_rows = [(d, tensor.shape[d] // samples) for d in more]
+
+def _by_rows(shape: Sequence[int], samples: int) -> list[_Samples]:
+    """How they may lie in one that has several."""
+    dims = [d for d, size in enumerate(shape) if size > samples and size % samples == 0]
+    rows = [(d, shape[d] // samples) for d in dims]
     return [
-        *(_Samples(samples, d, (samples, 1), 0) for d in exact),
-        *(_Samples(samples, d, (samples, rows), 0) for d, rows in of_rows),
-        *(_Samples(samples, d, (rows, samples), 1) for d, rows in of_rows),
+        *(_Samples(samples, d, (samples, each), 0) for d, each in rows),
+        *(_Samples(samples, d, (each, samples), 1) for d, each in rows),
     ]
