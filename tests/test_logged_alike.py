@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.engine.kept import KeptValues
+from lightning_gpipe.model.places import FEW
 from tests.models import WIDTH, Around
 from tests.ranks import run_ranks
 from tests.training import trainer
@@ -202,3 +204,13 @@ def test_values_of_one_stage_are_told_of_once(kind: type[Logs]) -> None:
 )
 def test_nothing_is_told_of_others(kind: type[Logs], step: str, stages: int) -> None:
     assert run_ranks(told, stages, kind, step, stages) == [[]] * stages
+
+
+def test_thousands_of_entries_are_not_looked_through() -> None:
+    module = nn.Linear(2, 2)
+    few, many = [torch.zeros(1)], [torch.zeros(1) for _ in range(FEW + 1)]
+    module.__dict__ |= {"few": few, "many": many}
+    kept = KeptValues([module])
+    few[0], many[0] = torch.ones(1), torch.ones(1)
+    (found,) = kept.tensors([])
+    assert found is few[0]

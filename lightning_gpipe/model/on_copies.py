@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,6 +22,9 @@ def on_copies(layer: nn.Module) -> Iterator[None]:
 
     Args:
         layer: It holds one copy of its tensors for as long.
+
+    Raises:
+        TypeError: If a part is a compiled script, which keeps its own.
     """
     parts = [*layer.modules()]
     kept, copies = Attributes(parts), dict[int, Tensor]()
@@ -33,6 +37,8 @@ def on_copies(layer: nn.Module) -> Iterator[None]:
 
 
 def _ready(part: nn.Module, copies: dict[int, Tensor]) -> None:
+    if isinstance(part, torch.jit.ScriptModule):
+        raise TypeError("a compiled script keeps its own tensors")
     own = part.__dict__
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     own |= {name: _copy(value, copies) for name, value in tensors.items()}
