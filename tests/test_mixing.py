@@ -137,6 +137,16 @@ class Sequences(Around):
         return out.mean(1)
 
 
+class OverTime(Sequences):
+    """As many steps as a micro-batch has samples, which a first layer relates to each other."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(BatchFirst(), Softmax(), nn.Linear(WIDTH, WIDTH))
+
+    def given(self, x: Tensor) -> Tensor:
+        return super().given(x)[:, :4]
+
+
 class Swaps(Layer):
     """Has time first inside."""
 
@@ -231,6 +241,10 @@ def test_a_layer_that_computes_samples_together_is_told_of_once(
     module: type[models.Module], kind: type[nn.Module], step: str
 ) -> None:
     assert told(module, kind, step=step) == [f"Layer 1 ({kind.__name__}) of the backbone"[:30]]
+
+
+def test_the_likeliest_dimension_tells_which_layer_it_is() -> None:
+    assert told(OverTime, Layer, step="micro-batch") == ["Layer 1 (Softmax) of the backb"]
 
 
 @pytest.mark.parametrize("chunks", [2, 4])

@@ -350,6 +350,20 @@ class Gathering(models.Module):
         return out
 
 
+class ComputesInSteps(models.Module):
+    """Has a metric that asks, and means it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.error.update(loss.detach().float(), torch.zeros((), device=loss.device))
+        self.log("error", self.error.compute())
+        return loss
+
+
 def told_of_processes(module: type[models.Module], data: Any, stages: int) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -362,11 +376,14 @@ def told_of_processes(module: type[models.Module], data: Any, stages: int) -> li
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     ("module", "data"),
-    [(models.Module, Shares), (models.Module, SharesRightly), (Gathering, None)],
+    [
+        *((models.Module, Shares), (models.Module, SharesRightly)),
+        *((Gathering, None), (ComputesInSteps, None)),
+    ],
 )
 def test_the_number_of_processes_is_told_of(module: Any, data: Any, stages: int) -> None:
     found = run_ranks(told_of_processes, 2, module, data, stages)[0]
-    is_told = stages == 2 and data is not SharesRightly
+    is_told = stages == 2 and data is not SharesRightly and module is not ComputesInSteps
     assert found == ["torch.distributed.get_world_size() is 2 "] * is_told
 
 

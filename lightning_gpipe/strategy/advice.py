@@ -18,7 +18,7 @@ from lightning_gpipe.strategy import _lightning
 
 _READS_WORLD_SIZE = pl.Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
 #: Packages that ask for the number of processes themselves, and mean it.
-_OTHERS = {"lightning", "lightning_gpipe", "torchmetrics"}
+_OTHERS = {"lightning", "lightning_gpipe"}
 
 
 def explain_one_stage() -> None:
