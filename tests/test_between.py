@@ -45,14 +45,6 @@ class Loop(models.Module):
         return hidden + block(hidden)
 
 
-class ByForward(Loop):
-    """Calls the forwards of blocks."""
-
-    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
-        made: Tensor = block.forward(hidden)
-        return made.tanh()
-
-
 class Two(Loop):
     count = 2
 
@@ -1204,7 +1196,7 @@ WORK = (
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
-    *(CollectedForNothing, ByForward),
+    CollectedForNothing,
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 

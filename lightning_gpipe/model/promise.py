@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -56,11 +56,6 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call in the block's place."""
         return self._call(args, kwargs)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The same, as some models call their blocks."""
-        return wraps(self._block.forward)(lambda *args, **kwargs: self._call(args, kwargs))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance
