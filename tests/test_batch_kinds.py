@@ -419,3 +419,22 @@ def test_a_micro_batch_of_one_sample_that_is_squeezed() -> None:
     with pytest.raises(ValueError, match="Target size") as caught:
         weights(Squeezed, 1, "micro-batch", chunks=8)
     assert any("squeeze() without a dimension" in note for note in caught.value.__notes__)
+
+
+class Normalized(Kind):
+    """Needs two samples."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(WIDTH).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows: Tensor = self.norm(self.backbone(batch["x"]))
+        return rows.square().mean()
+
+
+def test_a_micro_batch_of_one_sample_that_is_normalized() -> None:
+    with pytest.raises(ValueError, match="per channel") as caught:
+        weights(Normalized, 1, "micro-batch", chunks=8)
+    (note,) = (note for note in caught.value.__notes__ if "this micro-batch has one sample" in note)
+    assert note.endswith("use fewer chunks, or larger batches.")

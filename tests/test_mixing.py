@@ -168,29 +168,36 @@ class Frames(Around):
         return self.backbone(self.given(x)).reshape(len(x), 3, -1).mean(1)
 
 
-class Packed(Around):
-    """Rows are tokens of documents, of which each has its number."""
+class Beside(Around):
+    """Gives each layer another tensor, too."""
 
-    numbers = (0, 0, 0, 1, 1, 1, 1, 1)
+    layer: Any
+    beside: Any
 
     def build(self) -> None:
-        self.backbone = nn.Sequential(Within(), Within(), Within())
+        self.backbone = nn.Sequential(*(self.layer(WIDTH, WIDTH) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.backbone((x, torch.tensor(self.numbers, device=x.device)))
+        out, _ = self.backbone((x, self.beside().to(x.device)))
         return torch.as_tensor(out)
 
 
 class Within(nn.Linear):
     """Gives each token the sum of its document."""
 
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
     def forward(self, given: Any) -> Any:
         x, numbers = given
         same = (numbers[:, None] == numbers).to(x.dtype)
         return super().forward(same @ x), numbers
+
+
+class Packed(Beside):
+    """Rows are tokens of documents, of which each has its number."""
+
+    layer, numbers = Within, (0, 0, 0, 1, 1, 1, 1, 1)
+
+    def beside(self) -> Tensor:
+        return torch.tensor(self.numbers, device="cpu")
 
 
 class Rows(Packed):
@@ -199,24 +206,19 @@ class Rows(Packed):
     numbers = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
-class Tables(Around):
-    """Gives the backbone a large table, too, of as many rows as twice the samples."""
-
-    def build(self) -> None:
-        self.backbone = nn.Sequential(*(Reads() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.backbone((x, torch.eye(16, WIDTH, dtype=x.dtype, device=x.device)))
-        return torch.as_tensor(out)
-
-
 class Reads(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
     def forward(self, given: Any) -> Any:
         x, table = given
         return super().forward(x) + table.mean(0), table
+
+
+class Tables(Beside):
+    """A large table, of twice as many rows as there are samples."""
+
+    layer = Reads
+
+    def beside(self) -> Tensor:
+        return torch.eye(16, WIDTH, dtype=torch.float64, device="cpu")
 
 
 def told(module: type[models.Module], kind: type[nn.Module], **options: Any) -> list[str]:

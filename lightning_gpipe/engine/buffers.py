@@ -239,13 +239,8 @@ def _install(buffers: dict[_Place, Tensor | None]) -> None:
 
 
 def _copy(tensor: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
-    """A copy; of a tensor that stands in several places one."""
-    if tensor is None:
-        return None
-    if id(tensor) not in copies:
-        with torch.no_grad():
-            copies[id(tensor)] = strides.copy(tensor.detach())
-    return copies[id(tensor)]
+    with torch.no_grad():
+        return strides.copy_once(tensor, copies) if tensor is not None else None
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:

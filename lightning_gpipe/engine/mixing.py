@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.randomness import LayerRandomness
+from lightning_gpipe.engine.reproduced import rounding
 from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.on_copies import on_copies
 from lightning_gpipe.tensors import strides
@@ -33,9 +34,6 @@ _TEXT = (
     " backbone [batch, ...], padded. What is meant to compare samples belongs outside of the"
     " backbone, with step='mini-batch'. Or use chunks=1."
 )
-#: How far a value may be off, as a part of the largest: kernels may round otherwise.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF = 1e-2
 #: What a layer, by its index, makes of its input, the same each time.
 _Run: TypeAlias = Callable[[int, Tree], Tree]
 
@@ -225,7 +223,7 @@ def _is_same(one: Tensor, other: Tensor, ways: Sequence[_Samples]) -> bool:
 def _are_close(one: Tensor, other: Tensor) -> bool:
     if not one.numel():
         return True
-    allowed = _ROUNDING.get(one.dtype, _HALF) * one.abs().max()
+    allowed = rounding(one.dtype) * one.abs().max()
     return bool(((one - other).abs().max() <= allowed) | ~torch.isfinite(allowed))
 
 

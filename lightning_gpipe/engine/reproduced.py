@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.tensors.tree import Tree
 
-#: How far a sum or a norm may be off, as part of the norm: kernels may round otherwise.
+#: How far kernels may round otherwise.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF = 1e-2
 
@@ -71,6 +71,11 @@ def sums(output: Tree) -> list[Tensor]:
         return [torch.stack(pair) for pair in found]
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """How far what is computed twice may be off, as a part of its size."""
+    return _ROUNDING.get(dtype, _HALF)
+
+
 def _floats(output: Tree) -> list[Tensor]:
     return [t.detach() for t in output.tensors() if t.is_floating_point()]
 
@@ -78,7 +83,7 @@ def _floats(output: Tree) -> list[Tensor]:
 def _are_close(before: Tensor, after: Tensor, tensor: Tensor) -> bool:
     total, norm = map(float, before)
     total_now, norm_now = map(float, after)
-    allowed = _ROUNDING.get(tensor.dtype, _HALF) * norm
+    allowed = rounding(tensor.dtype) * norm
     if not math.isfinite(norm):
         return True
     is_far = abs(total - total_now) > allowed * math.sqrt(tensor.numel())

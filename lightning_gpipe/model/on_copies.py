@@ -53,10 +53,7 @@ def _ready(part: nn.Module, copies: dict[int, Tensor]) -> None:
 
 
 def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
-    """A copy; of a tensor that stands in several places one."""
-    if id(tensor) not in copies:
-        copied = strides.copy(tensor.detach())
-        wants = tensor.requires_grad
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = nn.Parameter(copied, wants) if is_parameter else copied
-    return copies[id(tensor)]
+    copied = strides.copy_once(tensor, copies)
+    if isinstance(tensor, nn.Parameter) and not isinstance(copied, nn.Parameter):
+        copied = copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad)
+    return copied

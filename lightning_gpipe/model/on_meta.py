@@ -115,7 +115,7 @@ def run_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UntraceableLayer: If it needs the values of its input.
     """
-    return _run_on_meta(module, args, kwargs, training=False)
+    return _run_without_data(module, args, kwargs, training=False)
 
 
 def run_as_set(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def run_as_set(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     if module.training:
         try:
-            return _run_on_meta(module, args, kwargs, training=None)
+            return _run_without_data(module, args, kwargs, training=None)
         except UntraceableLayer:
             pass
     return run_on_meta(module, *args, **kwargs)
@@ -140,10 +140,10 @@ def run_on_zeros(module: nn.Module, device: torch.device, *args: Any, **kwargs: 
         args: What it is called with; zeros stand for tensors on the meta device.
         kwargs: The same.
     """
-    return _run_on_meta(module, args, kwargs, training=None, place=Zeros(device))
+    return _run_without_data(module, args, kwargs, training=None, place=Zeros(device))
 
 
-def _run_on_meta(
+def _run_without_data(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

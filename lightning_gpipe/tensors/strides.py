@@ -83,6 +83,18 @@ def copy(tensor: Tensor) -> Tensor:
     return from_bytes(to_bytes(tensor).clone(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
+def copy_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    """A copy without a graph; of a tensor that stands in several places one.
+
+    Args:
+        tensor: The tensor.
+        copies: Those that were made, by the ``id`` of what they are of; gets this one.
+    """
+    if id(tensor) not in copies:
+        copies[id(tensor)] = copy(tensor.detach())
+    return copies[id(tensor)]
+
+
 def _compact(tensor: Tensor) -> Tensor:
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
