@@ -24,8 +24,9 @@ from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import CONDITION, StandIn, Unknown, stand_in, with_known
+from lightning_gpipe.model.promise import CONDITION, Unknown, with_known
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.model.stand_in import StandIn, stand_in
 from lightning_gpipe.model.watched import WatchedPlace
 
 #: Runs all blocks: called with the first one's value and how each is run.

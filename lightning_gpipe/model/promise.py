@@ -1,21 +1,16 @@
-"""What a model's loop over its blocks meets in the pipeline: stand-ins, and their promises."""
+"""What stands for a hidden state, and what blocks return beside it, while a model's loop runs."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # As PyTorch's documentation imports it: no public name leads to it.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
-
-_UNCALLABLE = (nn.ModuleList, nn.ModuleDict)
 
 #: What a model must be like.
 CONDITION = (
@@ -25,140 +20,6 @@ CONDITION = (
     " this list isn't the one to cut, such as that of embeddings or heads, name another:"
     " GPipeStrategy(backbone='...')."
 )
-
-
-class _OfClass(type):
-    """The class of stand-ins for blocks of a class, to which it is equal."""
-
-    of: type
-
-    def __eq__(cls, other: object) -> bool:
-        return cls.of is (other.of if isinstance(other, _OfClass) else other)
-
-    def __hash__(cls) -> int:
-        return hash(cls.of)
-
-
-class StandIn:
-    """A block as the model's loop meets it in the pipeline: of its class, with its attributes.
-
-    Args:
-        block: The block.
-        call: Called with the arguments in its place.
-    """
-
-    __slots__ = ("_block", "_call")
-
-    def __init__(self, block: Any, call: Callable[[Any, Any], Any]) -> None:
-        object.__setattr__(self, "_block", block)
-        object.__setattr__(self, "_call", call)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call in the block's place."""
-        return self._call(args, kwargs)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for isinstance
-        return type(self._block)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._block, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._block, name)
-
-    def __repr__(self) -> str:
-        return repr(self._block)
-
-    def __eq__(self, other: object) -> bool:
-        return self._block is (other._block if isinstance(other, StandIn) else other)
-
-    def __hash__(self) -> int:
-        return hash(self._block)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self._block,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._block, memo)
-
-
-class ContainerStandIn(StandIn):
-    """A block that is a container of layers itself.
-
-    Args:
-        block: The block.
-        call: Called with the arguments in its place.
-        part: Gives what stands in for a part of it, by its name; None: the parts themselves.
-    """
-
-    __slots__ = ("_part",)
-
-    def __init__(
-        self,
-        block: Any,
-        call: Callable[[Any, Any], Any],
-        part: Callable[[str, Any], Any] | None = None,
-    ) -> None:
-        super().__init__(block, call)
-        object.__setattr__(self, "_part", part)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._part is None or hasattr(self._block, "keys"):
-            return iter(self._block)
-        return iter([self._part(name, one) for name, one in self._block._modules.items()])
-
-    def __len__(self) -> int:
-        return len(self._block)
-
-    def __bool__(self) -> bool:
-        return bool(self._block)
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._part is None:
-            return self._block[index]
-        if hasattr(self._block, "keys"):
-            return self._part(index, self._block[index])
-        return list(self)[index]
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._block
-
-    def __getattr__(self, name: str) -> Any:
-        if self._part is not None and name in ("values", "items"):
-            found = [(key, self._part(key, one)) for key, one in self._block.items()]
-            return lambda: [one if name == "values" else (key, one) for key, one in found]
-        return super().__getattr__(name)
-
-
-def stand_in(
-    block: Any,
-    call: Callable[[Any, Any], Any],
-    part: Callable[[str, Any], Any] | None = None,
-) -> StandIn:
-    """What stands in for a block; iterable where the block is.
-
-    Args:
-        block: The block.
-        call: Called with the arguments in its place.
-        part: Gives what stands in for a part of one that can't be called itself.
-    """
-    kind: Any = type(block)
-    if not hasattr(kind, "__iter__"):
-        made: StandIn = _class_of(StandIn, kind)(block, call)
-        return made
-    made = _class_of(ContainerStandIn, kind)(block, call, part if kind in _UNCALLABLE else None)
-    return made
-
-
-@cache
-def _class_of(base: type[StandIn], kind: type) -> Any:
-    """The class of stand-ins for blocks of a class: models may look at its name."""
-    names = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return _OfClass(kind.__name__, (base,), {**names, "of": kind})
 
 
 _COLLECT = torch.stack, torch.cat

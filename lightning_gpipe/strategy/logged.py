@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_gpipe.model.remote import origin_of
+from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.merging import weighted_mean
 from lightning_gpipe.strategy.recipes import Recipe, means_of
 from lightning_gpipe.strategy.step_values import StepValues
@@ -18,6 +20,7 @@ from lightning_gpipe.tensors.default_type import default_dtype
 
 #: Of ``self.log``.
 SIGNATURE = inspect.signature(pl.LightningModule.log)
+_NAMES = dict.fromkeys(list(SIGNATURE.parameters)[1:]).keys()
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
     "min": torch.amin,
@@ -25,7 +28,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     """One call of ``self.log``.
 
@@ -106,18 +109,25 @@ class StepLog:
         found, self._means = self._means or [], None
         return found
 
-    def note(self, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Note a call of ``self.log``."""
+    def note(
+        self, trace: StepTrace | None, module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Note a call of ``self.log``.
+
+        Args:
+            trace: Follows the step; None: nothing does.
+            module: The module.
+            args: The call's other arguments.
+            kwargs: The same.
+        """
         self._default_dtype = torch.get_default_dtype()  # that of double precision, for instance
-        bound = SIGNATURE.bind(module, *args, **kwargs).arguments
-        bound.pop("self")
-        name, value = bound.pop("name"), bound.pop("value")
+        name, value, options = _arguments(module, args, kwargs)
         recipe = self._values.recipe_of(value)
-        entry = _Entry(self._micro_batch, value, bound, recipe)
+        entry = _Entry(self._micro_batch, value, options, recipe)
         if isinstance(value, Tensor):
             if self._means is not None and _takes_mean(entry):
                 self._means += [(_what(name), mean) for mean in means_of(value, recipe)]
-            entry = replace(entry, value=value.detach().clone())
+            entry.value = _kept(value, trace)
         count = self._counts[name] = self._counts.get(name, 0) + 1
         self._entries.setdefault((name, count), []).append(entry)
 
@@ -152,6 +162,24 @@ class StepLog:
         if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
             recipes = [r if r is not None and r.is_of_metrics else None for r in recipes]
         return self._values.of_mini_batch(recipes, counts, _what(name))
+
+
+def _arguments(
+    module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Any, dict[str, Any]]:
+    """The name and the value that a call of ``self.log`` gives, and its other arguments."""
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    if len(given) < len(args) + len(kwargs) or not {"name", "value"} <= given.keys() <= _NAMES:
+        SIGNATURE.bind(module, *args, **kwargs)  # raises; where it needn't, it takes long
+    return given.pop("name"), given.pop("value"), given
+
+
+def _kept(value: Tensor, trace: StepTrace | None) -> Tensor:
+    """A logged value without its graph, whatever becomes of the tensor."""
+    if trace is None or origin_of(value) is None:
+        return value.detach().clone()
+    with trace.suspended():  # following functions takes long
+        return trace.values.keep(value)
 
 
 def _what(name: str) -> str:

@@ -187,7 +187,7 @@ class MicroBatchSteps:
             self._logged_left.look(*args, **kwargs)
             original(*args, **kwargs)
         else:
-            self._log.note(*args, **kwargs)
+            self._log.note(self._pipeline.step_trace, *args, **kwargs)
 
     def train(
         self, step: Callable[..., Any], number: int, synchronize: bool, batch: Any, *rest: Any

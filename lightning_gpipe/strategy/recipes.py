@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_gpipe.model.remote import told
+from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.remote import CONSTANTS, told
 from lightning_gpipe.strategy.merging import weighted_mean
 
 #: A metric, by id, and its how manieth call in a step it is.
@@ -66,15 +67,24 @@ class Computed:
 
     Args:
         function: The function.
-        args: Its positional and named arguments, with recipes for tensors.
+        leaves: Those of its arguments, with recipes for tensors.
+        spec: How they are put together; None: they are the positional ones.
         output: Its place among the tensors that the function made.
         is_of_metrics: Whether what a metric has given is among them.
     """
 
     function: Any
-    args: tuple[tuple[Any, ...], dict[str, Any]]
+    leaves: Sequence[Any]
+    spec: TreeSpec | None
     output: int
     is_of_metrics: bool
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Run the function with other leaves."""
+        if self.spec is None:
+            return self.function(*leaves)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.function(*args, **kwargs)
 
 
 class Mixed:
@@ -107,6 +117,21 @@ class Other:
 Recipe: TypeAlias = Mean | Given | Computed | Mixed | Other
 
 
+def computed(ran: Ran, recipes: Mapping[int, Recipe | None], is_of_metrics: bool) -> list[Computed]:
+    """The recipes of what a function has made.
+
+    Args:
+        ran: The function.
+        recipes: Those of the tensors that it was given, by id.
+        is_of_metrics: Whether what a metric has given is among them.
+    """
+    leaves, spec = ran.args, None
+    if ran.kwargs or not all(isinstance(a, Tensor) or type(a) in CONSTANTS for a in leaves):
+        leaves, spec = tree_flatten((ran.args, ran.kwargs))
+    leaves = [recipes.get(id(leaf), leaf) for leaf in leaves]
+    return [Computed(ran.function, leaves, spec, i, is_of_metrics) for i, _ in enumerate(ran.made)]
+
+
 def means_of(value: Tensor, recipe: Recipe | None) -> list[Tensor]:
     """The scalars of a step that should be means over samples, of those that make a value.
 
@@ -116,7 +141,7 @@ def means_of(value: Tensor, recipe: Recipe | None) -> list[Tensor]:
     """
     if recipe is None or isinstance(recipe, Mean):
         return [value]
-    leaves = tree_leaves(recipe.args) if isinstance(recipe, Computed) else ()
+    leaves = recipe.leaves if isinstance(recipe, Computed) else ()
     places = [leaf.tensor for leaf in leaves if isinstance(leaf, Mean)]
     found = [t for place in places if place is not None and (t := place()) is not None]
     nested = (means_of(value, leaf) for leaf in leaves if isinstance(leaf, Computed))

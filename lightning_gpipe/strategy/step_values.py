@@ -17,7 +17,6 @@ from weakref import ref
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT
@@ -37,6 +36,7 @@ from lightning_gpipe.strategy.recipes import (
     NoMean,
     Other,
     Recipe,
+    computed,
     functions_of,
     is_sum,
     mean_of,
@@ -152,9 +152,8 @@ class StepValues:
                     self._note(tensor, recipe)
         elif is_free and _MIXED not in known and len(known) + len(means) == len(given):
             recipes.update((id(t), Mean(trace.values.keep(t), tensor=ref(t))) for t in means)
-            args = tree_map(lambda leaf: recipes.get(id(leaf), leaf), (ran.args, ran.kwargs))
-            for i, tensor in enumerate(made):
-                self._note(tensor, Computed(ran.function, args, i, is_of_metrics))
+            for tensor, found in zip(made, computed(ran, recipes, is_of_metrics), strict=True):
+                self._note(tensor, found)
         elif is_of_metrics:
             for tensor in made:
                 self._note(tensor, _MIXED)
@@ -297,12 +296,11 @@ class StepValues:
         if isinstance(last, Given):
             return self.of_calls[last.call][last.output].detach().clone()
         if isinstance(last, Computed):
-            leaves, specs = zip(*(tree_flatten(recipe.args) for recipe in recipes), strict=True)
-            if any(spec != specs[-1] for spec in specs):
+            leaves = [recipe.leaves for recipe in recipes]
+            if any(recipe.spec != last.spec for recipe in recipes) or len({*map(len, leaves)}) > 1:
                 raise LookupError
             made = [self._made(column, weights) for column in zip(*leaves, strict=True)]
-            args, kwargs = tree_unflatten(made, specs[-1])
-            return tensors_in(last.function(*args, **kwargs))[last.output]
+            return tensors_in(last.run(made))[last.output]
         if any(recipe != last for recipe in recipes):
             raise LookupError
         return last
