@@ -71,6 +71,67 @@ class WrapsForwards(ByForward):
         return made * 1.5
 
 
+class Drops(Loop):
+    """Skips blocks, in each step others, also the first and the last ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for i, block in enumerate(self.blocks):
+            if not self.is_dropped(i):
+                hidden = self.one(i, block, hidden)
+        return self.head(hidden)
+
+    def is_dropped(self, i: int) -> bool:
+        return self.training and not (i + self.global_step) % 3
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        return hidden + F.dropout(block(self.norm(hidden)), 0.0).tanh()
+
+
+class DropsWhole(Drops):
+    """Has blocks that add their residuals themselves."""
+
+    def one(self, i: int, block: Any, hidden: Tensor) -> Tensor:
+        made: Tensor = block(hidden)
+        return made
+
+
+class DropsMost(Drops):
+    """Leaves one block, or none."""
+
+    def is_dropped(self, i: int) -> bool:
+        return i != 2 * self.global_step
+
+
+class DropsIndexed(Drops):
+    """Counts, and never skips the last one; uses a hidden state behind the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = [self.before(x)]
+        for i in range(self.count):
+            if i == self.count - 1 or not self.is_dropped(i):
+                hidden.append(self.blocks[i](hidden[-1]))
+        return self.head(hidden[-1] + hidden[-2])
+
+
+class DropsBehind(Drops):
+    """Uses hidden states behind a loop that may skip the last block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = [self.before(x)]
+        for i, block in enumerate(self.blocks):
+            if not self.is_dropped(i):
+                hidden.append(self.one(i, block, hidden[-1]))
+        return self.head(sum(hidden[1:]) + hidden[0])
+
+
+class DropsByChance(Drops):
+    """Goes by random numbers, as LayerDrop does."""
+
+    def is_dropped(self, i: int) -> bool:
+        return self.training and bool(torch.rand([]) < 0.5)
+
+
 class Two(Loop):
     count = 2
 
@@ -1223,8 +1284,11 @@ WORK = (
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
     *(CollectedForNothing, ByForward, WrapsForwards),
+    *(Drops, DropsWhole, DropsMost, DropsIndexed, DropsBehind, DropsByChance),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
+#: What comes out of the loop is built in different ways.
+BUILT_OTHERWISE = Drops, DropsMost, DropsIndexed, DropsBehind, DropsByChance
 
 
 def trained(kinds: Any, stages: int, step: Any) -> dict[str, Any]:
@@ -1252,7 +1316,7 @@ def plain() -> dict[str, Any]:
 def test_a_loop_may_do_what_works_sample_by_sample(stages: int, step: str, plain: Any) -> None:
     kinds = [kind for kind in WORK if kind.count >= stages]
     if step == "micro-batch":
-        kinds = [kind for kind in kinds if kind not in OF_STEPS_BEFORE]
+        kinds = [kind for kind in kinds if kind not in (*OF_STEPS_BEFORE, *BUILT_OTHERWISE)]
     for found in run_ranks(trained, stages, kinds, stages, step)[:1]:
         for name, state in found.items():
             torch.testing.assert_close(
@@ -1607,3 +1671,10 @@ def test_a_hidden_state_that_is_given_by_name_is_refused() -> None:
     given = {"input": Look(3), "dim": 1}
     assert between._NAMED["torch.softmax"].whole((), given) is None
     assert between._NAMED["torch.transpose"].whole((), {**given, "dim0": 1, "dim1": 2}) is None
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_micro_batches_may_not_skip_blocks_whose_residuals_the_loop_adds(stages: int) -> None:
+    message = "loop skips blocks" if stages > 1 else "is built otherwise than before"
+    with pytest.raises(RankError, match=f"{message}.* hidden = block\\(hidden\\)"):
+        run_ranks(trained, stages, (Drops,), stages, "micro-batch")

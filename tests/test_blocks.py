@@ -303,6 +303,20 @@ class Early(Encoder):
         return hidden if i == 3 else super().call(i, block, hidden, mask, shared)
 
 
+class EarlyByIndex(Early):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for i in range(3):
+            hidden = self.blocks[i](hidden, x > 0)
+        return self.head(hidden)
+
+
+class Backwards(Early):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[1](x, x > 0)
+        return self.head(self.blocks[0](hidden, x > 0))
+
+
 class Between(Encoder):
     """Changes what a block returns."""
 
@@ -428,7 +442,7 @@ def pipelined(kind: str, stages: int, balance: Any, step: Any = "mini-batch") ->
 KINDS = (
     *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
     *("Listed", "ListedTuples", "Looped", "Nested", "States", "HandedStates", "FirstStates"),
-    *("ReadStates", "Sets", "Between", "Jumps"),
+    *("ReadStates", "Sets", "Between", "Jumps", "Skipped", "Early"),
 )
 
 
@@ -456,9 +470,9 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("Skipped", "The step calls layer 3 of the backbone by itself, or out of order"),
+        ("Backwards", "The step calls layer 0 of the backbone by itself, or out of order"),
         ("Bundled", "The first block was called without a tensor as an argument by itself"),
-        ("Early", "'mse_loss' uses the hidden state between two blocks"),
+        ("EarlyByIndex", "'mse_loss' uses .* A loop by index that leaves out the last block"),
         ("Checkpointed", "The backbone is called inside torch.utils.checkpoint"),
         (
             "Widens",
@@ -539,7 +553,7 @@ class Copying(Encoder):
         loss = super().loss(x, y)
         assert self.blocks[0] == next(iter(self.blocks.children()))
         assert self.blocks[0] in set(self.blocks.children())
-        assert type(self.blocks[:2]) in (nn.Sequential, list)
+        assert isinstance(self.blocks[:2], (nn.Sequential, list))
         for copied in (copy.deepcopy(self.blocks), pickle.loads(pickle.dumps(self.blocks))):
             assert type(copied) is self.copy_is[0]
             assert type(copied[0]) is self.copy_is[1], "a copy is an ordinary list"

@@ -116,8 +116,15 @@ class OutputOutlines(dict[str, Tree]):
             RuntimeError: If it doesn't.
         """
         tree, known = made[0], self[name]
-        is_alike = tree.spec == known.spec
-        for now, before in zip(tree.leaves, known.leaves, strict=True) if is_alike else ():
+        if tree.spec != known.spec:
+            raise RuntimeError(
+                "The backbone's output is built otherwise than before, so other stages can't know"
+                " it. Where a loop skips blocks, as with LayerDrop, let blocks add their residuals"
+                " themselves, hidden = block(hidden), so that nothing but the hidden state comes"
+                " out. Else use GPipeStrategy(step='mini-batch')."
+            )
+        is_alike = True
+        for now, before in zip(tree.leaves, known.leaves, strict=True):
             if isinstance(now, Tensor) and isinstance(before, Tensor):
                 is_alike &= (now.shape, now.dtype) == (before.shape, before.dtype)
             elif isinstance(now, Tensor) or isinstance(before, Tensor):

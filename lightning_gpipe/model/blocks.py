@@ -10,23 +10,24 @@ from __future__ import annotations
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from types import NoneType
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
-from lightning_gpipe.model.dry_runs import AsWritten, CantRun, DryRuns
+from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import CONDITION, Unknown, with_known
+from lightning_gpipe.model.promise import CONDITION, Promise, Unknown, with_known
+from lightning_gpipe.model.returns import Returns
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.model.stand_in import StandIn, stand_in
+from lightning_gpipe.model.stand_in import StandIn, StandIns, stand_in
 from lightning_gpipe.model.watched import WatchedPlace
 
 #: Runs all blocks: called with the first one's value and how each is run.
@@ -72,7 +73,7 @@ class Listening(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         listener, layers = self._listener, self._modules.values()
-        return iter(layers) if listener is None else listener.loop_over(self._stand_ins(listener))
+        return iter(self._stand_ins(listener) if listener is not None else layers)
 
     def __reversed__(self) -> Iterator[Any]:
         self._check_backwards()
@@ -84,7 +85,9 @@ class Listening(nn.Module):
             self._check_backwards()
         if self._listener is None or is_backwards or self._gives_layers(self._listener):
             return super().__getitem__(index)  # type: ignore[misc]
-        return self._stand_ins(self._listener)[index]
+        found = self._stand_ins(self._listener)[index]
+        is_slice = isinstance(index, slice)
+        return StandIns(found, partial(self._listener.loop_over, self)) if is_slice else found
 
     def _check_backwards(self) -> None:
         """Refuse a loop that goes backwards over layers of several stages; one's own are called."""
@@ -100,8 +103,9 @@ class Listening(nn.Module):
         """Whether an index gives the layers themselves, though a function is attached."""
         return False
 
-    def _stand_ins(self, listener: _Listener) -> list[Any]:
-        return [listener.stand_in(self, i, "", layer) for i, layer in enumerate(layers_of(self))]
+    def _stand_ins(self, listener: _Listener) -> StandIns:
+        found = [listener.stand_in(self, i, "", layer) for i, layer in enumerate(layers_of(self))]
+        return StandIns(found, partial(listener.loop_over, self))
 
 
 class Blocks(Listening, nn.ModuleList):
@@ -115,8 +119,8 @@ class Blocks(Listening, nn.ModuleList):
     The model's code stays as it is, and so do the names of its parameters. Each block must get a
     hidden state: what the one before returned, or what was made of it by functions that work sample
     by sample, such as activations, dropout, residual sums and ``nn.LayerNorm``. A block may be an
-    ``nn.ModuleList`` or ``nn.ModuleDict``, whose modules the model calls. Blocks that are
-    skipped, and hidden states that are used otherwise between them, are an error. The first block
+    ``nn.ModuleList`` or ``nn.ModuleDict``, whose modules the model calls. Blocks may be skipped, as
+    LayerDrop does. Hidden states that are used otherwise between them are an error. The first block
     gets it as ``hidden_states``, or as the first of its arguments that is a tensor. What else those
     before returned, in a tuple, can be an argument, too. Other arguments may
     differ from block to block. Those whose first dimension is the batch's are split into
@@ -214,7 +218,7 @@ class _Listener:
         self._loop: Loop | None = None
         self._loops = 0
         self._stand_ins: dict[tuple[int, str], StandIn] = {}
-        self._returns: dict[tuple[Any, ...], _Returns] = {}  # by the block, part, mode and flags
+        self._returns: dict[tuple[Any, ...], Returns] = {}  # by the block, part, mode and flags
         self._places: dict[int, list[WatchedPlace]] = {}  # of each block
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -225,11 +229,15 @@ class _Listener:
         """Whether a loop over the blocks runs."""
         return self._loops > 0
 
-    def loop_over(self, stand_ins: Iterable[Any]) -> Iterator[Any]:
-        """What a loop meets."""
+    def loop_over(self, blocks: Listening, stand_ins: Sequence[Any]) -> Iterator[Any]:
+        """What a loop meets. Where it has skipped the last block, its end runs the others."""
+        before, layers = self._loop, layers_of(blocks)
         self._loops += 1
         try:
             yield from stand_ins
+            is_end = self._loops == 1 and layers[-1] in stand_ins[-1:]
+            if self._loop is not None and self._loop is not before and is_end:
+                self._end(self._loop, layers)
         finally:
             self._loops -= 1
 
@@ -299,17 +307,19 @@ class _Listener:
         if mode not in self._returns:
             is_told = not part and blocks.as_tuple is False
             if any(Unknown in type(leaf).__mro__ for leaf in leaves):  # as the block before
-                before = self._returns.get((part, module.training), _Returns())
+                before = self._returns.get((part, module.training), Returns())
                 self._returns[mode] = replace(before, is_known=False)
             elif is_told:
-                self._returns[mode] = _Returns()
+                self._returns[mode] = Returns()
             else:
-                self._returns[mode] = self._returned(loop, module, args, kwargs)
+                self._returns[mode] = Returns.of(
+                    self._dry_runs, module, *loop.on_meta(args, kwargs)
+                )
                 self._returns[part, module.training] = self._returns[mode]
         returns = self._returns[mode]
         value = loop.note(index, part, module, args, kwargs)
-        if loop.watched.blocks == index:
-            loop.watched.block(layers[index], self._places_of(index, layers[index]))
+        if not loop.watched.has(index):
+            loop.watched.block(index, layers[index], self._places_of(index, layers[index]))
         if not loop.notes.is_complete(len(layers), named):
             if returns.first:
                 raise RuntimeError(
@@ -324,31 +334,30 @@ class _Listener:
                 beside = loop.beside(value, returns.spec.num_leaves - 1)
                 return tree_unflatten([promise, *beside], returns.spec)
             return (promise,) if blocks.as_tuple and not part else promise
-        self._loop = None
-        given, program, promises = loop.end(returns.unsplit)
-        with not_capturing(layers[0], len(layers)):
-            output = self._run(given, program.run)
-        if program.gives_more:
-            output, more = output
-            for promise, known in zip(promises, more, strict=True):
-                promise._promised.known = known
-        return program.without(output, Unknown())
+        return self._run_all(loop, layers, returns.unsplit)
 
-    def _returned(self, loop: Loop, module: nn.Module, args: Any, kwargs: Any) -> _Returns:
-        """What a block returns, by a run without data."""
-        given = tree_flatten(loop.on_meta(args, kwargs))
-        returned = self._dry_runs.returned(module, *given)
-        if isinstance(returned, CantRun):
-            return _Returns(why_not=returned.why)
-        leaves, spec = tree_flatten(returned)
-        if spec.is_leaf() or not leaves:
-            return _Returns(is_known=isinstance(returned, Tensor))
-        what = ""
-        if not isinstance(leaves[0], Tensor):
-            what = type(leaves[0]).__name__
-        elif not leaves[0].ndim:
-            what = "a tensor without dimensions"
-        return _Returns(spec, _unsplit(leaves), is_known=True, first=what)
+    def _end(self, loop: Loop, layers: Sequence[nn.Module]) -> None:
+        """Run the blocks where the loop has ended without the last one, if it uses any."""
+        output = loop.latest()
+        if len(loop.notes.parts) < len(layers) and output is not None:
+            loop.notes.skip(len(layers))
+            output._promised.known = self._run_all(loop, layers, frozenset(), output)
+
+    def _run_all(
+        self,
+        loop: Loop,
+        layers: Sequence[nn.Module],
+        unsplit: frozenset[int],
+        output: Promise | None = None,
+    ) -> Any:
+        """Run the blocks; see :meth:`Loop.end`. Returns what comes out of the last one."""
+        self._loop = None
+        given, program, promises = loop.end(unsplit, output)
+        with not_capturing(layers[0], len(layers)):
+            made, more = program.parted(self._run(given, program.run))
+        for promise, known in zip(promises[output is not None :], more, strict=True):
+            promise._promised.known = known
+        return program.without(made, Unknown())
 
     def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
         """What a block can change and read beside its own attributes; looked for once a run."""
@@ -356,35 +365,3 @@ class _Listener:
             found = places_of(block)
             self._places[index] = [WatchedPlace(p) for p in found if p.value is not block]
         return self._places[index]
-
-
-@dataclass(frozen=True, slots=True)
-class _Returns:
-    """What a block returns.
-
-    Args:
-        spec: The structure of a tuple, a dictionary and the like, whose first leaf is the hidden
-            state; None: it is a tensor, or that isn't known.
-        unsplit: Which leaves have the batch elsewhere than in dimension 0.
-        is_known: Whether a run without data told.
-        first: What stands in place of the hidden state; empty: it does.
-        why_not: Why it can't run without data; empty: it can, or hasn't.
-    """
-
-    spec: TreeSpec | None = None
-    unsplit: frozenset[int] = frozenset()
-    is_known: bool = False
-    first: str = ""
-    why_not: str = ""
-
-
-def _unsplit(leaves: Sequence[Any]) -> frozenset[int]:
-    """Which leaves have the batch in another dimension, as a recurrent state has."""
-    if not isinstance(leaves[0], Tensor) or not leaves[0].dim():
-        return frozenset()
-    n = len(leaves[0])
-    return frozenset(
-        i
-        for i, t in enumerate(leaves)
-        if isinstance(t, Tensor) and t.dim() > 1 and len(t) != n and n in t.shape[1:]
-    )

@@ -30,6 +30,11 @@ from lightning_gpipe.model.promise import (
 from lightning_gpipe.model.watched import Watched
 from lightning_gpipe.tensors.tree import CONSTANTS
 
+_NO_TENSOR = (
+    "The first block was called without a tensor as an argument by itself, which a loop hands on: a"
+    f" tuple goes through an nn.Sequential alone. {CONDITION}"
+)
+
 
 @dataclass(slots=True)
 class Loop:
@@ -97,23 +102,14 @@ class Loop:
             TypeError: If an argument can't be sent.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        if index != (due := len(self.notes.parts)) and (not part or index != due - 1):
-            raise RuntimeError(
-                f"The step calls layer {index} of the backbone by itself, or out of order, where"
-                f" layer {due} would be next: they stand on several stages, so call"
-                " them all, in order. What else a step needs of a layer, let the layer return"
-                f" beside its output, or make it a module outside the backbone. {CONDITION}"
-            )
+        if index < (due := len(self.notes.parts)) and not (part and index == due - 1):
+            raise _out_of_order(index, due)
         if not isinstance(self.hidden, Tensor) or not self.hidden.ndim:
-            raise RuntimeError(
-                "The first block was called without a tensor as an argument by itself, which a loop"
-                f" hands on: a tuple goes through an nn.Sequential alone. {CONDITION}"
-            )
+            raise RuntimeError(_NO_TENSOR)
         main = self._main_of(leaves)
         if main is None:
-            raise RuntimeError(
-                f"Block {index} was not called with what the one before it returned. {CONDITION}"
-            )
+            what = f"Block {index} was not called with what the one before it returned."
+            raise RuntimeError(f"{what} {CONDITION}")
         if _modes(self.hidden) != self.modes:
             raise RuntimeError(
                 f"Block {index} is called with other settings of autograd or autocast than block 0,"
@@ -181,7 +177,8 @@ class Loop:
             self.read(leaf._promised, "shape") if is_promise(leaf) else self.foreseen.look(leaf)
             for leaf in leaves
         ]
-        hidden = tuple(i for i, leaf in enumerate(leaves) if self._is_hidden(leaf))
+        are_hidden = (is_promise(leaf) or leaf is self.hidden for leaf in leaves)
+        hidden = tuple(i for i, is_hidden in enumerate(are_hidden) if is_hidden)
         whole, result, is_shared = self.looks.applied(
             *(func, function, looks, hidden, spec, self.hidden.shape[0])
         )
@@ -207,11 +204,19 @@ class Loop:
         promised.value, promised.look = value, result
         return first
 
-    def end(self, unsplit: frozenset[int]) -> tuple[Any, LoopProgram, list[Promise]]:
+    def latest(self) -> Promise | None:
+        """What the model has kept of the hidden states, the last one; None: nothing."""
+        promises = (ref() for ref in reversed(self._promises))
+        return next((p for p in promises if p is not None and not p._promised.value.element), None)
+
+    def end(
+        self, unsplit: frozenset[int], output: Promise | None = None
+    ) -> tuple[Any, LoopProgram, list[Promise]]:
         """The value of the first block, and what to do with it.
 
         Args:
             unsplit: See :class:`LoopProgram`.
+            output: Of what comes out where the last block is skipped; None: it isn't.
 
         Returns:
             The value; the program; and the promises of what comes out beside the last block's
@@ -226,6 +231,9 @@ class Loop:
             promise._promised.recorder = None
         found = {p._promised.value: p for p in promises}
         wanted = self.notes.wanted(found)
+        if output is not None:
+            first = output._promised.value
+            wanted = [first, *(value for value in wanted if value != first)]
         whole = tuple(i for i, (_, is_whole) in enumerate(self._tensors) if is_whole)
         program = LoopProgram.of(self.notes.compiled(wanted), whole, unsplit)
         self.foreseen.clear()
@@ -239,12 +247,9 @@ class Loop:
         places.sort(key=lambda i: leaves[i] is not promise)
         if places:
             return leaves[places[0]]._promised.value, places[0]
-        is_first = len(self.notes.parts) < 2
+        is_first = sum(map(bool, self.notes.parts)) < 2
         places = [i for i, leaf in enumerate(leaves) if is_first and leaf is self.hidden]
         return (INPUT, places[0]) if places else None
-
-    def _is_hidden(self, leaf: Any) -> bool:
-        return is_promise(leaf) or leaf is self.hidden
 
     def _promising(self, value: Value, look: Tensor | None = None) -> Promise:
         promise = Promise.of(Promised(self, value, self.hidden.device, look))
@@ -282,6 +287,15 @@ class Loop:
                 " micro-batches. For a cache of keys and values set use_cache=False."
             )
         return Given(None, leaf)
+
+
+def _out_of_order(index: int, due: int) -> RuntimeError:
+    return RuntimeError(
+        f"The step calls layer {index} of the backbone by itself, or out of order, where layer"
+        f" {due} would be next: they stand on several stages, so call them in order. What else a"
+        " step needs of a layer, let the layer return beside its output, or make it a module"
+        f" outside the backbone. {CONDITION}"
+    )
 
 
 def _modes(hidden: Any) -> tuple[Any, ...]:

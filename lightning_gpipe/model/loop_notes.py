@@ -27,10 +27,6 @@ class Value(NamedTuple):
     operation: int = 0
     element: int = 0
 
-    def before(self) -> Value:
-        """What stands in its place in the pass of the loop before."""
-        return self._replace(block=self.block - 1)
-
     def whole(self) -> Value:
         """The first element of what it is an element of."""
         return self._replace(element=0)
@@ -75,7 +71,8 @@ class LoopNotes:
 
     Args:
         mains: The hidden state that each block was given.
-        parts: The parts of each block that were called; an empty name: the block itself.
+        parts: The parts of each block that were called, none of one that is skipped; an empty name:
+            the block itself.
     """
 
     mains: list[Value] = field(default_factory=list)
@@ -107,7 +104,8 @@ class LoopNotes:
             given: They.
             main: The one of them that is the hidden state.
         """
-        if block == len(self.parts):
+        if block >= len(self.parts):
+            self.skip(block)
             self.parts.append([])
             self.mains.append(main)
             self._count = 0
@@ -115,6 +113,12 @@ class LoopNotes:
         value = self._note(spec, given, None, part)
         self._given |= self._notes[-1].values()
         return value
+
+    def skip(self, block: int) -> None:
+        """Note that the blocks before this one that weren't called are skipped."""
+        skipped = block - len(self.parts)
+        self.parts += [[] for _ in range(skipped)]
+        self.mains += [INPUT] * skipped
 
     def function(self, name: str, spec: TreeSpec, given: tuple[Given, ...]) -> Value:
         """Note the call of a function; returns what it makes."""
@@ -174,7 +178,7 @@ class LoopNotes:
 
     def _due(self, block: int, named: list[str]) -> list[str]:
         """The parts of a block that are to be called: those of the one before it that has some."""
-        others = (parts for parts in reversed(self.parts[:block]) if parts != [""])
+        others = (parts for parts in reversed(self.parts[:block]) if parts not in ([], [""]))
         return next(others, named)
 
     def wanted(self, alive: Iterable[Value]) -> list[Value]:
@@ -183,32 +187,33 @@ class LoopNotes:
         Those that it has kept for longer than a pass, and those of the last pass that stand where
         others stand that it has used after the next block, or has kept, one or two passes before:
         blocks may be of two kinds in turn. Of two blocks, whose first pass has none before it, all
-        that the model has kept.
+        that the model has kept. Skipped blocks don't count, but for the end of the loop.
 
         Args:
             alive: What the model has kept.
         """
         alive, last = set(alive), len(self.parts) - 1
-        if last < 2:
+        passes = [block for block, parts in enumerate(self.parts) if parts or block == last]
+        if len(passes) < 3:
             return sorted(alive)
-        found = {v for v in alive if v.block < last - 1}
+        found = {v for v in alive if v.block < passes[-2]}
         for value in alive - found:
-            before = value.before()
-            if before in alive or any(self._is_used_like(value, passes) for passes in (1, 2)):
+            before = _earlier(value, passes, 1) in alive
+            if before or any(self._is_used_like(value, passes, n) for n in (1, 2)):
                 found.add(value)
         return sorted(found)
 
-    def _is_used_like(self, value: Value, passes: int) -> bool:
+    def _is_used_like(self, value: Value, passes: list[int], number: int) -> bool:
         """Whether what stood in the place of a value, so many passes before, was used after all.
 
         That is, by functions after the last call of the pass.
         """
-        last = len(self.parts) - 1
-        if passes > last:
+        if number >= len(passes):
             return False
-        end, before = self._place(last - passes), value._replace(block=value.block - passes)
-        is_main = value == self.mains[last] and end in self._used[self.mains[last - passes]]
-        return is_main or end in self._used[before]
+        last, block = passes[-1], passes[-1 - number]
+        end = self._place(block)
+        is_main = value == self.mains[last] and end in self._used[self.mains[block]]
+        return is_main or end in self._used[_earlier(value, passes, number)]
 
     def compiled(self, wanted: list[Value]) -> tuple[BlockCall, ...]:
         """What each stage does, without what nobody needs.
@@ -220,12 +225,13 @@ class LoopNotes:
         needed, hands, block = set(wanted), [wanted], len(self.parts) - 1
         for noted in reversed(self._notes):  # a function runs with the next call
             if noted.function is None and noted.result.block < block:
-                hands.append(sorted(needed))
+                hands += [sorted(needed)] * (block - noted.result.block)
                 block = noted.result.block
             made = {v for v in needed if v.whole() == noted.result}
             if made or noted.function is None:
                 needed = needed - made | noted.values()
                 segments[block].append(noted)
+        hands += [sorted(needed)] * block  # through blocks that are skipped
         found, handed = [], [INPUT]
         for notes, out in zip(segments, reversed(hands), strict=True):
             found.append(self._compiled(handed, notes[::-1], out))
@@ -272,3 +278,15 @@ class LoopNotes:
     def _place(self, block: int) -> tuple[int, int]:
         """A place in the loop: after a block's last part so far."""
         return block, len(self.parts[block]) if block >= 0 else 0
+
+
+def _earlier(value: Value, passes: list[int], number: int) -> Value:
+    """What stands in the place of a value, so many passes of the loop before.
+
+    Args:
+        value: The value.
+        passes: The block of each pass.
+        number: How many.
+    """
+    place = passes.index(value.block) - number if value.block >= 0 else -1 - number
+    return value._replace(block=passes[place] if place >= 0 else place)

@@ -6,7 +6,7 @@ import base64
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -97,16 +97,21 @@ class BlockCall(NamedTuple):
     """What a stage does to run a block.
 
     Its values are those that it is handed, then what the operations make, of which the last one is
-    the block or a part of it.
+    the block or a part of it, unless the loop skips it.
 
     Args:
         operations: What runs, in order.
         hands: The values that it hands to the next block; of the last one, those that come out
-            beside its output.
+            beside its output. That is the first of them, if it is skipped.
     """
 
     operations: tuple[Operation, ...]
     hands: tuple[Entry, ...] = ()
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the block doesn't run."""
+        return all(operation.function is not None for operation in self.operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +150,9 @@ class LoopProgram:
         return cls(calls, whole, frozenset(unsplit), text)
 
     @property
-    def gives_more(self) -> bool:
-        """Whether values come out beside the last block's output."""
-        return bool(self.calls[-1].hands)
+    def _beside(self) -> int:
+        """How many values come out beside the last block's output."""
+        return len(self.calls[-1].hands) - self.calls[-1].is_skipped
 
     def run(self, index: int, block: Any, value: Any) -> Any:
         """Run one block.
@@ -186,8 +191,50 @@ class LoopProgram:
         handed = tuple(entry.of(values, tensors) for entry in call.hands)
         if index < len(self.calls) - 1:
             return handed, given, text
-        made = self.without(values[-1], None)
-        return (made, handed) if self.gives_more else made
+        output = values[-1]
+        if call.is_skipped:
+            output, handed = handed[0], handed[1:]
+        made = self.without(output, None)
+        return (made, handed) if self._beside else made
+
+    def parted(self, made: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The last block's output, and what comes out beside it, of what :meth:`run` returns.
+
+        Raises:
+            RuntimeError: If another program has made it, on the last stage.
+        """
+        if not self._beside:
+            is_own, parts = isinstance(made, Tensor) or not self.calls[-1].is_skipped, (made, ())
+        else:
+            is_own = type(made) is tuple and len(made) == 2 and type(made[1]) is tuple
+            is_own, parts = is_own and len(made[1]) == self._beside, made
+        if not is_own:
+            raise RuntimeError(
+                "The loop skips blocks, so that something else comes out of it than before, which"
+                " other stages can't know with step='micro-batch'. Let blocks add their residuals"
+                " themselves, hidden = block(hidden), or use GPipeStrategy(step='mini-batch')."
+            )
+        return parts
+
+    def unskipped(self) -> LoopProgram:
+        """The same, with blocks that the loop skips called as others are: what plans are made for.
+
+        One stays skipped where no other is handed as many values, and hands on as many.
+        """
+        handed = [1, *(len(call.hands) for call in self.calls[:-1])]
+        called = {
+            (n, len(call.hands)): call
+            for n, call in zip(handed[:-1], self.calls, strict=False)
+            if not call.is_skipped
+        }
+        calls = []
+        for i, (n, call) in enumerate(zip(handed, self.calls, strict=True)):
+            is_last = i == len(self.calls) - 1
+            other = called.get((n, 1 if is_last else len(call.hands)), call)
+            if call.is_skipped:
+                call = BlockCall(other.operations) if is_last else other
+            calls.append(call)
+        return replace(self, calls=tuple(calls))
 
     def without(self, output: Any, instead: Any) -> Any:
         """The last block's output with something instead of what can't be put together."""
@@ -283,6 +330,12 @@ def of_any_loop(run_layer: RunLayer) -> RunLayer:
 def is_loop(run_layer: RunLayer) -> bool:
     """Whether what runs layers is the program of a loop."""
     return isinstance(getattr(run_layer, "__self__", None), LoopProgram)
+
+
+def unskipped(run_layer: RunLayer) -> RunLayer:
+    """What runs layers, with those that a loop skips; see :meth:`LoopProgram.unskipped`."""
+    program = getattr(run_layer, "__self__", None)
+    return program.unskipped().run if isinstance(program, LoopProgram) else run_layer
 
 
 def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:

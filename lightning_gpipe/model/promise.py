@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 #: What a model must be like.
 CONDITION = (
-    "Blocks are for models that call all of them in order, and hand the hidden state from one to"
+    "Blocks are for models that call them in order, and hand the hidden state from one to"
     " the next, without torch.utils.checkpoint around them; build the backbone as an nn.Sequential"
     " otherwise. If the blocks return tuples, give Blocks(..., as_tuple=True). If"
     " this list isn't the one to cut, such as that of embeddings or heads, name another:"
@@ -208,8 +208,9 @@ def refusal(func: Any, because: str = "") -> RuntimeError:
         " last one is called. Only what works sample by sample may stand there, such as"
         " activations, dropout, sums, products, nn.LayerNorm, and others along dimensions that"
         " aren't the batch's. Write the rest, such as batch norm, into a block, or build the blocks"
-        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} A pass that leaves out the last block,"
-        f" such as by LayerDrop, ends here, too. {CONDITION}"
+        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} A loop by"
+        " index that leaves out the last block ends here, too: let it go over the blocks"
+        f" themselves. {CONDITION}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from types import FrameType
 from typing import Any
@@ -142,6 +142,24 @@ class ContainerStandIn(StandIn):
             found = [(key, self._part(key, one)) for key, one in self._block.items()]
             return lambda: [one if name == "values" else (key, one) for key, one in found]
         return super().__getattr__(name)
+
+
+class StandIns(list[Any]):
+    """Stand-ins of a slice of the blocks.
+
+    Args:
+        stand_ins: They.
+        loop_over: Listens to loops over them.
+    """
+
+    def __init__(
+        self, stand_ins: Sequence[Any], loop_over: Callable[[Sequence[Any]], Iterator[Any]]
+    ) -> None:
+        super().__init__(stand_ins)
+        self._loop_over = loop_over
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop_over(self[:])
 
 
 def stand_in(

@@ -49,28 +49,28 @@ class Watched:
     """The tensors that blocks were called with, their attributes, and what they read besides."""
 
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # when they were given
-    _attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
-    _places: list[list[tuple[WatchedPlace, Any, Any]]] = field(default_factory=list)
+    _attributes: dict[int, tuple[nn.Module, dict[str, Any]]] = field(default_factory=dict)
+    _places: dict[int, list[tuple[WatchedPlace, Any, Any]]] = field(default_factory=dict)
 
-    @property
-    def blocks(self) -> int:
-        """How many blocks are watched."""
-        return len(self._attributes)
+    def has(self, index: int) -> bool:
+        """Whether a block is watched."""
+        return index in self._attributes
 
     def tensor(self, tensor: Any) -> None:
         """Watch a tensor."""
         if isinstance(tensor, Tensor) and not tensor.is_inference():
             self._versions.append((tensor, tensor._version))
 
-    def block(self, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
+    def block(self, index: int, block: nn.Module, places: Sequence[WatchedPlace]) -> None:
         """Watch the attributes with which a block was called, and other places.
 
         Args:
+            index: The block's place.
             block: The block.
             places: What it can change and read besides.
         """
-        self._attributes.append((block, _constants_of(block)))
-        self._places.append([(place, *place.now()) for place in places])
+        self._attributes[index] = block, _constants_of(block)
+        self._places[index] = [(place, *place.now()) for place in places]
 
     def check(self) -> None:
         """Check that a block would meet the same now as when it was called.
@@ -83,7 +83,7 @@ class Watched:
                 "A tensor that a block was called with was changed in place before the last block"
                 f" was called, and {_LATER} Give each block a tensor of its own, such as a clone."
             )
-        for index, (block, before) in enumerate(self._attributes):
+        for index, (block, before) in self._attributes.items():
             now = _constants_of(block)
             changed = [name for name in before if now.get(name) not in (before[name],)]
             changed += [p.place.name for p, *seen in self._places[index] if p.has_changed(*seen)]

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.program import unskipped
 from lightning_gpipe.pipeline.pipeline import Surroundings
 from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.chunks import decide_chunks, more_chunks
@@ -44,7 +45,7 @@ def decide(
     Raises:
         ValueError: If no cut was found that stays within the limit of memory.
     """
-    settings, groups, run_layer = around.settings, around.groups, context.run_layer
+    settings, groups, run_layer = around.settings, around.groups, unskipped(context.run_layer)
     chunks = decide_chunks(around.chunks, settings, body, sample, around.warn)
     if held is not None:
         return Fitted(held, chunks, settings.recomputing, None)
