@@ -584,7 +584,7 @@ REFUSED = {
     Each: r"The loss has the shape \(18,\), and only a scalar can be trained by",
     Nothing: "returned no loss.*no micro-batch can be skipped",
     Nameless: "the 'loss' key needs to be present",
-    Penalised: r"'grad' reads a value of the step that stage 1 has",
+    Penalised: r"'grad' reads a value of the step that stage 1 has.*supported by neither",
     SampleBySample: "'cross_entropy' failed inside a function transform.*mini-batch",
     Together: "A MetricCollection of MeanMetric, MaxMetric is given a number.*one by one",
     Windowed: "Running counts updates.*mini-batch",

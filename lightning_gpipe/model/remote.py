@@ -305,6 +305,10 @@ def on_meta(leaf: Any) -> Any:
 
 #: What to do instead of reading a value, by what reads it.
 _ADVICE = {
+    "grad": (
+        " Gradients through the backbone, such as those of its input for a penalty or a force, are"
+        " supported by neither."
+    ),
     "__getitem__": (
         " A mask can choose elements if it is computed of the batch alone. Where one of the"
         " backbone's output does, keep their number: give cross_entropy targets of -100 there, or"

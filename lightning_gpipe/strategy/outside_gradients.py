@@ -39,9 +39,10 @@ def _grad_outside(
     wanted = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
     if leads_through(tensors, wanted, body):
         raise RuntimeError(
-            "torch.autograd.grad through the backbone is not supported: for gradients of an input"
-            " call the module outside the Trainer. Gradients of what stands behind the backbone"
-            " can be computed: of its output, or of parameters outside it that only what follows"
-            " uses."
+            "torch.autograd.grad through the backbone is not supported, so that losses of gradients"
+            " of its input, such as penalties and forces, can't be trained by. To look at these"
+            " gradients call the module outside the Trainer. Gradients of what stands behind the"
+            " backbone can be computed: of its output, or of parameters outside it that only what"
+            " follows uses."
         )
     return grad(outputs, inputs, *args, **kwargs)
