@@ -124,12 +124,14 @@ class LoopProgram:
             taken for the batch's.
         unsplit: Which elements of the last block's output can't be put together from micro-batches.
         text: The program as text; travels with the values, since all stages must run the same.
+        kind: A text that those have in common that differ in the blocks that are skipped alone.
     """
 
     calls: tuple[BlockCall, ...]
     whole: tuple[int, ...]
     unsplit: frozenset[int]
     text: str
+    kind: str
 
     @classmethod
     def of(
@@ -140,14 +142,14 @@ class LoopProgram:
     ) -> LoopProgram:
         """The program of the calls that were noted."""
         text = _written(calls, whole, sorted(unsplit))
-        return cls(calls, whole, unsplit, text)
+        return cls(calls, whole, unsplit, text, kind=text)
 
     @classmethod
     @lru_cache(maxsize=256)
     def read(cls, text: str) -> LoopProgram:
         """The program that a text says."""
         calls, whole, unsplit = pickle.loads(base64.b64decode(text))
-        return cls(calls, whole, frozenset(unsplit), text)
+        return cls(calls, whole, frozenset(unsplit), text, kind=text)
 
     @property
     def _beside(self) -> int:
@@ -217,24 +219,26 @@ class LoopProgram:
         return parts
 
     def unskipped(self) -> LoopProgram:
-        """The same, with blocks that the loop skips called as others are: what plans are made for.
+        """The same, with blocks that the loop skips called as others are.
 
         One stays skipped where no other is handed as many values, and hands on as many.
         """
+        if not any(call.is_skipped for call in self.calls):
+            return self
         handed = [1, *(len(call.hands) for call in self.calls[:-1])]
         called = {
             (n, len(call.hands)): call
             for n, call in zip(handed[:-1], self.calls, strict=False)
             if not call.is_skipped
         }
-        calls = []
-        for i, (n, call) in enumerate(zip(handed, self.calls, strict=True)):
-            is_last = i == len(self.calls) - 1
-            other = called.get((n, 1 if is_last else len(call.hands)), call)
-            if call.is_skipped:
-                call = BlockCall(other.operations) if is_last else other
-            calls.append(call)
-        return replace(self, calls=tuple(calls))
+        *calls, last = (
+            called.get((n, len(call.hands)), call) if call.is_skipped else call
+            for n, call in zip(handed, self.calls, strict=True)
+        )
+        if last is not self.calls[-1]:
+            last = self.calls[-1] if self._beside else BlockCall(last.operations)
+        kind = _written((*calls, last), self.whole, sorted(self.unsplit))
+        return replace(self, calls=(*calls, last), kind=kind)
 
     def without(self, output: Any, instead: Any) -> Any:
         """The last block's output with something instead of what can't be put together."""
@@ -335,7 +339,24 @@ def is_loop(run_layer: RunLayer) -> bool:
 def unskipped(run_layer: RunLayer) -> RunLayer:
     """What runs layers, with those that a loop skips; see :meth:`LoopProgram.unskipped`."""
     program = getattr(run_layer, "__self__", None)
-    return program.unskipped().run if isinstance(program, LoopProgram) else run_layer
+    return _unskipped(program.text).run if isinstance(program, LoopProgram) else run_layer
+
+
+@lru_cache(maxsize=256)
+def _unskipped(text: str) -> LoopProgram:
+    return LoopProgram.read(text).unskipped()
+
+
+def kind_of(run_layer: RunLayer, value: Any) -> Any:
+    """What stands for a program's text where the blocks that it skips don't matter.
+
+    Args:
+        run_layer: What :func:`unskipped` gives.
+        value: The text, or something else, which stands for itself.
+    """
+    program = getattr(run_layer, "__self__", None)
+    is_text = isinstance(program, LoopProgram) and value == program.text
+    return program.kind if isinstance(program, LoopProgram) and is_text else value
 
 
 def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:

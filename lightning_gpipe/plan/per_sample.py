@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_gpipe.model.alike import Returned, signature
 from lightning_gpipe.model.layer_state import state_kept_in_pass
 from lightning_gpipe.model.on_meta import UntraceableLayer, run_layer_on_meta, to_meta_leaf
+from lightning_gpipe.model.program import kind_of, unskipped
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.origins import Origins
 from lightning_gpipe.tensors.microbatch import Outline, Split, batch_leaf
@@ -68,8 +70,8 @@ class PerSample:
         first = batch_leaf(batch)
         if first is None or batch.leaves[first].shape[0] < 2:
             return frozenset()
-        samples = batch.leaves[first].shape[0]
-        roles = self._roles_of(batch)
+        run_layer, samples = unskipped(run_layer), batch.leaves[first].shape[0]
+        roles = self._roles_of(batch, run_layer)
         is_new = not roles
         roles[first] = True
         for i in _beside(batch, first):
@@ -101,7 +103,9 @@ class PerSample:
         Returns:
             None if a layer needs values.
         """
-        kinds = [(t.ndim, t.dtype) if isinstance(t, Tensor) else t for t in batch.leaves]
+        run_layer = unskipped(run_layer)
+        kind = partial(kind_of, run_layer)
+        kinds = [(t.ndim, t.dtype) if isinstance(t, Tensor) else kind(t) for t in batch.leaves]
         key = repr((batch.spec, kinds, split.split_leaves))
         if key not in self._outlines:
             if len(self._outlines) >= _REMEMBERED:
@@ -160,9 +164,9 @@ class PerSample:
             for leaf in tensors
         ]
 
-    def _roles_of(self, batch: Tree) -> dict[int, bool]:
+    def _roles_of(self, batch: Tree, run_layer: RunLayer) -> dict[int, bool]:
         """For leaves of inputs like this one, as far as it is known: whether one a sample."""
-        texts = tuple(leaf for leaf in batch.leaves if isinstance(leaf, str))
+        texts = tuple(kind_of(run_layer, t) for t in batch.leaves if isinstance(t, str))
         key = repr(batch.spec), texts
         if key not in self._known and len(self._known) >= _REMEMBERED:
             self._known.clear()
@@ -374,14 +378,9 @@ _SEQUENCE_LAYERS = (nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecode
 
 def _beside(batch: Tree, first: int) -> list[int]:
     """The tensors beside the batch that might be split."""
-    return [
-        i
-        for i, leaf in enumerate(batch.leaves)
-        if i != first
-        and isinstance(leaf, Tensor)
-        and not isinstance(leaf, nn.Parameter)
-        and leaf.ndim > 0
-    ]
+    tensors = ((i, leaf) for i, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor))
+    found = [(i, t) for i, t in tensors if i != first and not isinstance(t, nn.Parameter)]
+    return [i for i, tensor in found if tensor.ndim > 0]
 
 
 def _other_numbers(batch: Tree, samples: int) -> Iterator[int]:
