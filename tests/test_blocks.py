@@ -358,6 +358,24 @@ class Accumulates(Encoder):
         return output
 
 
+class Filling(Block):
+    def forward(self, hidden: Tensor, mask: Tensor, *, found: list[Tensor], **more: Any) -> Any:
+        found.append(hidden.mean())
+        return super().forward(hidden, mask, **more)
+
+
+class Fills(Encoder):
+    """Gives its blocks a list, into which they put something."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.__class__ = Filling
+
+    def call(self, i: int, block: Any, hidden: Any, mask: Tensor, shared: Any) -> Any:
+        return super().call(i, block, hidden, mask, {**shared, "found": []})
+
+
 class SetsBack(Encoder):
     """Sets an attribute for a call."""
 
@@ -485,6 +503,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Typed", "'sum' uses the hidden state between two blocks"),
         ("Cached", "Block 0 was given a object, which can't be split"),
         ("Accumulates", "A tensor that a block was called with was changed in place"),
+        ("Fills", "Block 0 changes a list or a dictionary that it is given"),
         ("SetsBack", "Block 1 had another value of gain when it was called"),
         ("Deepens", "Block 0 had another value of context when it was called"),
         ("Evaluates", "Block 0 had another value of training when it was called"),

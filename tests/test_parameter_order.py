@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,22 @@ def test_checkpoints_and_shards_are_right(
     kind = Ordered if replicas > 1 else Unordered
     expected = run_ranks(fit, replicas, 1, replicas, False, folder, kind)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+class NamedBySet(models.Around):
+    """Has heads whose order differs between processes."""
+
+    def build(self) -> None:
+        super().build()
+        names = ["age", "height"][:: -1 if os.environ["LOCAL_RANK"] == "1" else 1]
+        self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in names})
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_modules_built_in_another_order_are_refused(stages: int, tmp_path: Path) -> None:
+    message = r"'heads.height.weight' where it has 'heads.age.weight' on rank 0.*sorted\(names\)"
+    with pytest.raises(RankError, match=message):
+        run_ranks(fit, 2, stages, 2 // stages, False, tmp_path, NamedBySet)
 
 
 def refused(folder: Path) -> None:

@@ -172,6 +172,53 @@ class Residual(PreActivated):
         return nn.functional.mse_loss(h + self.backbone(h), y)
 
 
+class Entry(nn.Linear):
+    """Puts what it computes into the dictionary that it is given."""
+
+    def forward(self, found: dict[str, Any]) -> Any:
+        found["h"] = super().forward(found["h"]).tanh()
+        found.setdefault("norms", []).append(found["h"].norm(dim=1))
+        return found
+
+
+class InDictionary(models.Around):
+    """Goes on with the dictionary that it has given the backbone, or with what that returns."""
+
+    is_returned = False
+
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Sequential(*(Entry(WIDTH, WIDTH) for _ in range(4)))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        found = {"h": self.before(x), "y": y}
+        made = self.backbone(found)
+        used = made if self.is_returned else found
+        return nn.functional.mse_loss(self.after(used["h"]), found["y"]) + self.more(used)
+
+    def more(self, used: dict[str, Any]) -> Tensor:
+        return used["h"].mean()
+
+
+class NormsInDictionary(InDictionary):
+    """The same, of what wasn't there."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        found = {"h": self.before(x)}
+        made = self.backbone(found)
+        return nn.functional.mse_loss(self.after(made["h"]), y) + self.more(found)
+
+    def more(self, used: dict[str, Any]) -> Tensor:
+        return sum(norm.mean() for norm in used["norms"])  # type: ignore[return-value]
+
+
+class Returned(InDictionary):
+    is_returned = True
+
+    def more(self, used: dict[str, Any]) -> Tensor:
+        return sum(norm.mean() for norm in used["norms"])  # type: ignore[return-value]
+
+
 class Perturbed(models.Around):
     """Trains with a perturbation, behind the backbone."""
 
@@ -355,6 +402,10 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
         ),
         (Residual, 1, "The backbone's first layer changes its input in place"),
         (Residual, 2, "The backbone's first layer changes its input in place"),
+        *(
+            (kind, stages, "layers put something into a list or a dictionary that they are given")
+            for kind, stages in ((InDictionary, 1), (InDictionary, 2), (NormsInDictionary, 1))
+        ),
         (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
         (Saliency, 2, "torch.autograd.grad through the backbone is not supported"),
         *(
@@ -375,6 +426,7 @@ def test_refused_with_its_remedy(kind: type[models.Module], stages: int, problem
         (Hooked, 1, r"a layer or a hook has kept.*Return it with the backbone's output"),
         (Hooked, 2, r"a layer or a hook has kept.*Return it with the backbone's output"),
         (Residual, 1, "The backbone's first layer changes its input in place"),
+        (InDictionary, 2, "layers put something into a list or a dictionary that they are given"),
         *(
             (kind, 2, "'add' takes values of another stage and what a layer or a hook has kept")
             for kind in (HookedFirst, Adding, Later, Circular)
@@ -411,3 +463,11 @@ def test_equal_to_a_plain_trainer(kind: type[models.Module], stages: int) -> Non
     state, plain = expected(kind, {"max_steps": 3})
     found = run_ranks(weights, stages, kind, state)[0]
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_what_layers_put_into_a_dictionary_comes_out(step: Any) -> None:
+    state, plain = expected(Returned, {"max_steps": 3})
+    for stages in (1, 2):
+        found = run_ranks(weights, stages, Returned, state, step)[0]
+        torch.testing.assert_close(found, plain, atol=1e-10, rtol=0)

@@ -1,8 +1,8 @@
-"""Tensors that layers would have changed in place, had they not been given copies.
+"""What layers would have changed in place, had they not been given copies.
 
-A backbone whose first layer works in place, such as a ReLU, changes its input on one device, and
-what the step does with it afterwards is done with the changed one. In a pipeline it stays as it is,
-so using it in the same step is refused.
+A backbone whose first layer works in place, such as a ReLU, or puts something into a dictionary,
+changes its input on one device, and what the step does with it afterwards is done with the changed
+one. In a pipeline it stays as it is, so using it in the same step is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import KeyPath, MappingKey, SequenceKey
 
 from lightning_gpipe.engine.executor import MiniBatch
 from lightning_gpipe.model.remote import is_metadata
@@ -21,6 +22,12 @@ from lightning_gpipe.tensors.tree import Tree
 class Overwritten(Tensor):
     """A tensor of the user's whose values would be others on one device."""
 
+    why = (
+        "The backbone's first layer changes its input in place, such as nn.ReLU(inplace=True), and"
+        " the step uses that input afterwards. On one device it would be the changed one, and in a"
+        " pipeline it isn't. Give the backbone a clone, or let the layer not work in place."
+    )
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -28,12 +35,17 @@ class Overwritten(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
-        raise RuntimeError(
-            "The backbone's first layer changes its input in place, such as nn.ReLU(inplace=True),"
-            " and the step uses that input afterwards. On one device it would be the changed one,"
-            " and in a pipeline it isn't. Give the backbone a clone, or let the layer not work in"
-            " place."
-        )
+        raise RuntimeError(cls.why)
+
+
+class Replaced(Overwritten):
+    """An entry of the user's in whose place another one would stand on one device."""
+
+    why = (
+        "The backbone's layers put something into a list or a dictionary that they are given, and"
+        " the step uses what stands there afterwards. In a pipeline the step's own stays as it is:"
+        " use what the backbone returns, as in d = self.backbone(d)."
+    )
 
 
 class Overwrites:
@@ -42,12 +54,13 @@ class Overwrites:
     def __init__(self) -> None:
         self._tensors: list[weakref.ref[Tensor]] = []
 
-    def mark(self, batch: MiniBatch, given: Tree) -> None:
+    def mark(self, batch: MiniBatch, given: Tree, container: Any) -> None:
         """Refuse to have tensors used from now on.
 
         Args:
             batch: The forwards of a mini-batch.
             given: The backbone's input, of which ordinary tensors are marked.
+            container: The same as the user has given it.
         """
         call = batch.calls.get(0)  # of the first stage, if it is here
         tensors = given.tensors() if call is not None and call.overwritten else []
@@ -55,6 +68,8 @@ class Overwrites:
             if call is not None and i in call.overwritten and type(tensor) is Tensor:
                 tensor.__class__ = Overwritten
                 self._tensors.append(weakref.ref(tensor))
+        for path in call.replaced if call is not None else ():
+            _replace(container, path)
 
     def forget(self) -> None:
         """Let all be used again."""
@@ -63,3 +78,30 @@ class Overwrites:
             if tensor is not None:
                 tensor.__class__ = Tensor
         self._tensors.clear()
+
+
+def _replace(container: Any, path: KeyPath) -> None:
+    """Put something that refuses to be used in the place of an entry, or where one would be."""
+    for i, step in enumerate(path):
+        if isinstance(container, dict) and isinstance(step, MappingKey):
+            key, inner = step.key, container.get(step.key)
+        elif isinstance(container, list) and isinstance(step, SequenceKey):
+            key, inner = step.idx, next(iter(container[step.idx :]), None)
+            container += [None] * (key + 1 - len(container))
+        elif isinstance(container, tuple) and isinstance(step, SequenceKey):
+            key, inner = step.idx, container[step.idx]
+        else:
+            return
+        if not isinstance(inner, (dict, list, tuple)) or i == len(path) - 1:
+            container[key] = _unusable(inner)
+            return
+        container = inner
+
+
+def _unusable(entry: Any) -> Tensor:
+    """What looks as an entry does, as far as it is a tensor."""
+    with torch._C.DisableTorchFunction():  # what follows the step counts its functions
+        own = entry if isinstance(entry, Tensor) else torch.empty(1, device="meta")
+        unusable = own.detach()
+    unusable.__class__ = Replaced
+    return unusable

@@ -272,7 +272,7 @@ class PerMicroBatch:
         self.trace.arrive(tree_tensors(value), leaves, where)
         self._seeds.behind_backbone(running.m)
         if running.batch is not None:
-            self._overwrites.mark(running.batch, given)
+            self._overwrites.mark(running.batch, given, value)
         return output
 
     def _call(self, running: Running, given: Tree, run_layer: RunLayer) -> tuple[Any, list[Tensor]]:

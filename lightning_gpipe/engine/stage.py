@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import KeyPath
 
 from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.engine.attributes import LayerAttributes, States
@@ -66,6 +67,7 @@ class StageCall:
         written: Parameters, by their number, that forwards have changed.
         overwritten: Tensors of an input that others use, by their number, that layers change in
             place.
+        replaced: Where the first layers have put something into the input's lists or dictionaries.
     """
 
     context: ForwardContext
@@ -81,6 +83,7 @@ class StageCall:
     parameter_versions: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     overwritten: set[int] = field(default_factory=set)
+    replaced: list[KeyPath] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -301,7 +304,7 @@ class Stage:
         return tuple(module.training for module in self._modules)
 
     def _run(self, m: int, inputs: Tree, call: StageCall, is_once: bool) -> Tree:
-        value: Any = inputs.value()
+        given = value = inputs.value()
         run_layer, randomness = call.context.run_layer, self._randomness
         seeded, is_late = call.seeding.before, call.seeding.is_late
         looks = m == call.count - 1 and call.seeding.looks
@@ -322,6 +325,8 @@ class Stage:
         if looks:
             randomness.look_at_all(base)
         output = Tree.of(value, self._output_name)
+        if m == 0 and 0 in self._layers:
+            call.replaced = inputs.replaced_in(given)
         if m == 0 and (problem := no_values(self._output_name, output.tensors())) is not None:
             raise RuntimeError(problem)
         return output

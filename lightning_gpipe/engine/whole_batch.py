@@ -131,6 +131,7 @@ class WholeBatch:
         run_layer: RunLayer,
         whole: Collection[int] = (),
         outline: Callable[[Split], Outline | None] | None = None,
+        given: Any = None,
     ) -> Any:
         """Run the backbone. Collective over the pipeline.
 
@@ -139,6 +140,7 @@ class WholeBatch:
             run_layer: Runs one of the layers.
             whole: Leaves of the input that are not split, however long they are.
             outline: Tells what comes out for other sizes of a micro-batch, if it can be known.
+            given: The input as the user has given it.
 
         Returns:
             The last stage's output of all micro-batches, on every stage.
@@ -154,7 +156,7 @@ class WholeBatch:
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
         self._executor.end_forward(call.batch)
         if not call.wanted:
-            self._overwrites.mark(call.batch, batch)
+            self._overwrites.mark(call.batch, batch, given)
             return output.value()
         leaves = list(output.leaves)
         joined = self._steering.join(
@@ -166,7 +168,7 @@ class WholeBatch:
         )
         for i, leaf in zip(call.wanted, joined, strict=True):
             leaves[i] = leaf
-        self._overwrites.mark(call.batch, batch)
+        self._overwrites.mark(call.batch, batch, given)
         return output.with_leaves(leaves).value()
 
     def _plan(self, split: Split) -> RankPlan:

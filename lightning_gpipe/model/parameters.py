@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,25 @@ def _drop_graphs(module: nn.Module) -> None:
             weight = vars(module).get(name) if isinstance(name, str) else None
             if isinstance(weight, Tensor) and weight.grad_fn is not None:
                 setattr(module, str(name), weight.detach())
+
+
+def check_names(own: Sequence[str], first: Sequence[str]) -> None:
+    """Refuse a module whose parameters have other names, or another order, than on rank 0.
+
+    Args:
+        own: Their names on this rank.
+        first: On rank 0.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    for name, other in itertools.zip_longest(own, first):
+        if name != other:
+            raise ValueError(
+                f"The module has the parameter {name!r} where it has {other!r} on rank 0. Build the"
+                " same module in every process: go over lists or dictionaries, whose order is the"
+                " same everywhere, or over sorted(names), since that of a set isn't."
+            )
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:

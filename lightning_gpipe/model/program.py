@@ -52,11 +52,18 @@ class Arguments(NamedTuple):
     spec: TreeSpec
     entries: tuple[Entry, ...]
 
-    def of(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The arguments; see :meth:`Entry.of`."""
+    def of(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, Any, Any]:
+        """The arguments, and their leaves; see :meth:`Entry.of`."""
         leaves = [entry.of(values, tensors) for entry in self.entries]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs
+        return args, kwargs, leaves
+
+    def are_still(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> bool:
+        """Whether lists and dictionaries among arguments hold what they held."""
+        if not any(isinstance(value, (list, dict, tuple)) for value in (*args, *kwargs.values())):
+            return True
+        now, spec = tree_flatten((args, kwargs))
+        return spec == self.spec and all(a is b for a, b in zip(now, leaves, strict=True))
 
 
 class Expected(NamedTuple):
@@ -178,12 +185,19 @@ class LoopProgram:
         for i in self.whole:
             tensors[i] = tensors[i][0]
         for operation in call.operations:
-            args, kwargs = operation.arguments.of(values, tensors)
+            args, kwargs, leaves = operation.arguments.of(values, tensors)
             if operation.function is not None:
                 values.append(run_function(operation.function, args, kwargs))
                 continue
             part = block.get_submodule(operation.part) if operation.part else block
             output = part(*args, **kwargs)
+            if not operation.arguments.are_still(args, kwargs, leaves):
+                raise RuntimeError(
+                    f"Block {index} changes a list or a dictionary that it is given. In the"
+                    " pipeline blocks run after the loop, on copies, so the model's own would stay"
+                    " as it is. Let the block return what it adds, beside its hidden state, and let"
+                    " the loop collect that."
+                )
             _check_structure(index, operation, output)
             for expected in operation.expects:
                 _check(index, expected, output)

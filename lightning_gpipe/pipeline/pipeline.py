@@ -191,7 +191,7 @@ class Pipeline:
             whole = self.per_sample.whole(batch, run_layer)
         outline = partial(self.per_sample.outline, batch, run_layer)
         try:
-            output = self.engine.forward(batch, run_layer, whole, outline)
+            output = self.engine.forward(batch, run_layer, whole, outline, input)
         except StopIteration as error:
             raise RuntimeError(
                 "A layer of the backbone raised StopIteration, which would end the epoch on this"

@@ -12,7 +12,15 @@ from torch import Tensor
 
 # PyTorch's own pytrees: private by name, and what its public APIs and the Hugging Face model
 # outputs register with.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import (
+    KeyPath,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
 
 from lightning_gpipe.tensors.overlaps import stretch
 
@@ -106,6 +114,19 @@ class Tree:
     def of_gradients(cls, gradients: Sequence[Tensor | None]) -> Tree:
         """A list of gradients: each in its place, though one tensor may be the gradient of two."""
         return cls(list(gradients), _list_of(len(gradients)))
+
+    def replaced_in(self, container: Any) -> list[KeyPath]:
+        """Where lists and dictionaries hold something else now.
+
+        Args:
+            container: What :meth:`value` has given.
+        """
+        parts = container if isinstance(container, tuple) else (container,)
+        if not any(isinstance(part, (list, dict)) for part in parts):
+            return []
+        before = dict(tree_flatten_with_path(self.value())[0])
+        now, _ = tree_flatten_with_path(container)
+        return [path for path, leaf in now if path not in before or before[path] is not leaf]
 
     def value(self) -> Any:
         """The pytree again."""
