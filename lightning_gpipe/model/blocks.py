@@ -94,9 +94,10 @@ class Listening(nn.Module):
         if self._listener is not None and not self._listener.is_alone:
             raise RuntimeError(
                 "The model loops backwards over the backbone's layers, which are on several stages"
-                " and run in order. Do this, such as sampling from a normalizing flow, outside the"
-                " run, or in one with devices=1, where it runs as written: trainer.save_checkpoint"
-                " saves the whole module."
+                " and run in order. If its steps do so, keep the layers in the order in which they"
+                " run. Do other things, such as sampling from a normalizing flow, outside the run,"
+                " or in one with devices=1, where it runs as written: trainer.save_checkpoint saves"
+                " the whole module."
             )
 
     def _gives_layers(self, listener: _Listener) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,8 @@ class Loop:
                 " choose Trainer(precision=...) for all of them."
             )
         given = tuple(self._given(leaf, index) for leaf in leaves)
-        value = self.notes.call(index, part, spec, given, main[0])
+        references = sys.getrefcount(leaves[main[1]])
+        value = self.notes.call(index, part, spec, given, main[0], references)
         self.foreseen.call(value, Called(module, leaves, spec, main[1]))
         return value
 

@@ -80,6 +80,7 @@ class LoopNotes:
     _notes: list[Noted] = field(default_factory=list)
     _named: dict[int, list[str]] = field(default_factory=dict)  # the parts of each block
     _count: int = 0  # since a block was begun
+    _references: dict[int, int] = field(default_factory=dict)  # to hidden states, by the block
     _used: defaultdict[Value, set[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(set)
     )  # between blocks: after which one's call, and after how many parts of it
@@ -94,7 +95,9 @@ class LoopNotes:
         """Note the structure of what a call returns, of which the model is told; see Operation."""
         self._specs[value] = spec
 
-    def call(self, block: int, part: str, spec: TreeSpec, given: Any, main: Value) -> Value:
+    def call(
+        self, block: int, part: str, spec: TreeSpec, given: Any, main: Value, references: int = 0
+    ) -> Value:
         """Note the call of a block, or of a part of it; returns what it makes.
 
         Args:
@@ -103,9 +106,11 @@ class LoopNotes:
             spec: Of the arguments.
             given: They.
             main: The one of them that is the hidden state.
+            references: How many there are to it.
         """
         if block >= len(self.parts):
             self.skip(block)
+            self._references[block] = references
             self.parts.append([])
             self.mains.append(main)
             self._count = 0
@@ -184,10 +189,12 @@ class LoopNotes:
     def wanted(self, alive: Iterable[Value]) -> list[Value]:
         """The values that the model may use behind the last block, as far as the loop tells.
 
-        Those that it has kept for longer than a pass, and those of the last pass that stand where
-        others stand that it has used after the next block, or has kept, one or two passes before:
-        blocks may be of two kinds in turn. Of two blocks, whose first pass has none before it, all
-        that the model has kept. Skipped blocks don't count, but for the end of the loop.
+        Those that it has kept for longer than a pass, and, where there are such, or more references
+        to it than to others, the hidden state that the last block was given; and those of the last
+        pass that stand where others stand that it has used after the next block, or has kept, one
+        or two passes before: blocks may be of two kinds in turn. Of two blocks, whose first pass
+        has none before it, all that the model has kept. Skipped blocks don't count, but for the end
+        of the loop.
 
         Args:
             alive: What the model has kept.
@@ -197,6 +204,9 @@ class LoopNotes:
         if len(passes) < 3:
             return sorted(alive)
         found = {v for v in alive if v.block < passes[-2]}
+        _, *references = self._references.values()  # those to the input are more
+        if found or references[-1] > max(references[:-1], default=references[-1]):
+            found |= alive & {self.mains[last]}
         for value in alive - found:
             before = _earlier(value, passes, 1) in alive
             if before or any(self._is_used_like(value, passes, n) for n in (1, 2)):

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad  # itself, where a run has put another in its place
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.own_state import own_state_kept
@@ -63,11 +64,16 @@ class Pretended:
         # backwards then; where there are none, a fake mode would make it find some
         leaf = torch.zeros((), device="cpu", requires_grad=True)
         grad(leaf, leaf)
-        self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+    @property
+    def mode(self) -> AbstractContextManager[None]:
+        """Lets new tensors pass so, and what is done with such ones have no values."""
+        return _both(self._mode, _Copies())
 
     def like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape, strides and type."""
-        with self.mode:
+        with self._mode:
             return strides.empty_like(tensor, self.device)
 
     def for_backwards(self) -> Pretended:
@@ -76,6 +82,26 @@ class Pretended:
         Then PyTorch chooses the device's kernels in a forward, but runs no backward.
         """
         return self if _differentiates(self.device.type) else Pretended(torch.device("cpu"))
+
+
+class _Copies(TorchFunctionMode):
+    """Copies tensors without values; PyTorch 2.8 to 2.14 would read memory that they haven't."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, known = args
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return known[id(tensor)]
+
+
+@contextmanager
+def _both(mode: FakeTensorMode, other: TorchFunctionMode) -> Iterator[None]:
+    with mode, other:
+        yield
 
 
 class Zeros:

@@ -128,17 +128,22 @@ def _drop_graphs(module: nn.Module) -> None:
                 setattr(module, str(name), weight.detach())
 
 
-def check_names(own: Sequence[str], first: Sequence[str]) -> None:
+def names_of(module: nn.Module) -> list[str]:
+    """The names of a module's parameters, in order."""
+    return [name for name, _ in module.named_parameters()]
+
+
+def check_names(module: nn.Module, first: Sequence[str]) -> None:
     """Refuse a module whose parameters have other names, or another order, than on rank 0.
 
     Args:
-        own: Their names on this rank.
-        first: On rank 0.
+        module: The user's module.
+        first: Their names on rank 0.
 
     Raises:
         ValueError: If they differ.
     """
-    for name, other in itertools.zip_longest(own, first):
+    for name, other in itertools.zip_longest(names_of(module), first):
         if name != other:
             raise ValueError(
                 f"The module has the parameter {name!r} where it has {other!r} on rank 0. Build the"

@@ -28,7 +28,7 @@ from lightning_gpipe.gradients.norm import ModelGradients
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
 from lightning_gpipe.model.encoders import encode, encoders_of
 from lightning_gpipe.model.own_state import own_state_kept
-from lightning_gpipe.model.parameters import check_names, layers_of, outside_to
+from lightning_gpipe.model.parameters import check_names, layers_of, names_of, outside_to
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.program import is_loop
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -105,9 +105,8 @@ class Uncut:
         for encoder in encoders_of(module, body, around.settings.step == "micro-batch"):
             redirections.add(encoder, partial(encode, encoder))
         groups, siblings = around.groups, around.groups.siblings
-        names = [name for name, _ in module.named_parameters()]
-        seed, first = groups.decide("seed", lambda: (torch.initial_seed(), names))
-        check_names(names, first)
+        seed, names = groups.decide("seed", lambda: (torch.initial_seed(), names_of(module)))
+        check_names(module, names)
         building = Building.of(module, backbone, layers, groups, seed)
         held = building.held(groups.stages, around.settings.virtual_stages)
         is_shared_out = around.settings.shard_optimizer_state and not siblings.is_alone
