@@ -132,6 +132,24 @@ class DropsByChance(Drops):
         return self.training and bool(torch.rand([]) < 0.5)
 
 
+class OutIndices(Loop):
+    """Keeps what some blocks return."""
+
+    kept: tuple[int, ...] = (3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.before(x), []
+        for i, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if i in self.kept:
+                found.append(hidden)
+        return self.head(torch.stack(found).sum(0))
+
+
+class OutOfThree(OutIndices):
+    kept = 0, 2, 3
+
+
 class Two(Loop):
     count = 2
 
@@ -1260,6 +1278,17 @@ class LastOnly(Loop):
         return self.head(hidden + given)
 
 
+class Previous(Loop):
+    """Uses behind the loop what no pass of it uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks:
+            previous = hidden
+            hidden = block(hidden)
+        return self.head(hidden + previous)
+
+
 WORK = (
     *(Loop, Two, Activations, PreNorm, Norms, Gates, InPlace, First, Collected, Jumping),
     *(
@@ -1283,7 +1312,8 @@ WORK = (
     ),
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
-    *(CollectedForNothing, ByForward, WrapsForwards),
+    *(CollectedForNothing, ByForward, WrapsForwards, OutIndices, OutOfThree),
+    LastOnly,
     *(Drops, DropsWhole, DropsMost, DropsIndexed, DropsBehind, DropsByChance),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
@@ -1364,12 +1394,12 @@ def test_blocks_may_be_asked_for_more_in_some_steps() -> None:
         (MayShare, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (AfterIdentity, r"'add_' uses the hidden state .* Write x = x \+ y for x \+= y"),
         (Changing, r"Block 0 returned something of shape \[\d, 6\], not None, as it was expected"),
-        (KeepsLast, "The call of block 0.* uses a hidden state of a block that isn't the last one"),
         (
             Refuses,
             r"RefusesZeros can't run on the meta device.* taken for one tensor.* 'unbind' uses",
         ),
-        (LastOnly, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
+        (KeepsLast, "A second backward through the same call|a backward through the backbone"),
+        (Previous, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
 )
 @pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
@@ -1678,3 +1708,31 @@ def test_micro_batches_may_not_skip_blocks_whose_residuals_the_loop_adds(stages:
     message = "loop skips blocks" if stages > 1 else "is built otherwise than before"
     with pytest.raises(RankError, match=f"{message}.* hidden = block\\(hidden\\)"):
         run_ranks(trained, stages, (Drops,), stages, "micro-batch")
+
+
+def partitioned(kinds: Any, stages: int) -> list[Any]:
+    found = []
+    for kind in kinds:
+        strategy = GPipeStrategy(3)
+        train(kind(), max_steps=1, devices=stages, strategy=strategy)
+        found.append(strategy.partition.sizes)
+    return found
+
+
+class DropsFirstSteps(DropsWhole):
+    """Skips what follows the second block in the first step."""
+
+    count = 6
+
+    def is_dropped(self, i: int) -> bool:
+        return i > 1
+
+
+class Six(DropsFirstSteps):
+    def is_dropped(self, i: int) -> bool:
+        return False
+
+
+def test_layers_are_shared_out_as_if_none_were_skipped() -> None:
+    one, other = run_ranks(partitioned, 2, (DropsFirstSteps, Six), 2)[0]
+    assert one == other == (3, 3)

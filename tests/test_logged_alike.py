@@ -214,3 +214,64 @@ def test_thousands_of_entries_are_not_looked_through() -> None:
     few[0], many[0] = torch.ones(1), torch.ones(1)
     (found,) = kept.tensors([])
     assert found is few[0]
+
+
+class LogsInLayer(nn.Linear):
+    """Logs through the module that holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        if self.owner:
+            self.owner[0].log(self.name, y.detach().abs().mean())
+        return y
+
+
+class OfLayers(Around):
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Sequential(*(LogsInLayer(WIDTH, WIDTH) for _ in range(4)))
+        for i, layer in enumerate(self.backbone):
+            layer.owner, layer.name = [self], f"layer {i}"
+
+
+def logged(step: Any, stages: int) -> tuple[dict[str, Tensor], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(max_epochs=1, devices=stages, strategy=GPipeStrategy(1, step=step))
+        run.fit(OfLayers())
+    return dict(run.callback_metrics), [str(w.message) for w in caught if " log" in str(w.message)]
+
+
+def test_what_layers_log_is_right_on_one_stage() -> None:
+    torch.manual_seed(1)
+    (run := trainer(max_epochs=1)).fit(OfLayers())
+    torch.manual_seed(1)
+    found, texts = logged("mini-batch", 1)
+    torch.testing.assert_close(found, dict(run.callback_metrics))
+    assert not texts
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_what_other_stages_alone_log_is_told_of(step: str) -> None:
+    (first, texts), (last, others) = run_ranks(logged, 2, step, 2)
+    assert "layer 0" in first
+    assert "layer 3" not in first
+    assert "layer 3" in last
+    if step == "mini-batch":
+        assert sorted(text[:28] for text in texts) == [
+            "Stage 1 alone logs 'layer 2'",
+            "Stage 1 alone logs 'layer 3'",
+        ]
+    else:
+        assert ["calls self.log" in text for text in texts + others] == [True, True]
+
+
+@pytest.mark.parametrize("arguments", [{"bogus": 1}, {"name": "twice"}])
+def test_wrong_arguments_are_refused_where_they_are_given(arguments: dict[str, Any]) -> None:
+    class Wrong(Around):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with pytest.raises(TypeError, match="argument"):
+                self.log("loss", 1.0, **arguments)
+            return super().training_step(batch, batch_idx)
+
+    trainer(max_steps=2, strategy=GPipeStrategy(2, step="micro-batch")).fit(Wrong())

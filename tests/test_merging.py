@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from typing import Any
 
@@ -9,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
 
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.strategy.loggers import LoggedSettings
-from lightning_gpipe.strategy.merging import merge
+from lightning_gpipe.strategy.merging import Argument, merge
+from tests.models import Around
+from tests.training import trainer
 
 SIZES, WEIGHTS = [2, 2], [2.0, 2.0]
 
@@ -62,3 +67,22 @@ def test_a_logger_without_hyperparameters_is_told_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LoggedSettings().tell([DummyLogger()], {"chunks": 2})
+
+
+def test_a_number_that_the_step_was_given_is_no_count() -> None:
+    """Though it is as many as the samples of a micro-batch."""
+    assert merged(Argument(2), Argument(2)) == 2
+    assert type(merged(Argument(2), Argument(2))) is int
+    assert merged(2, 2) == 4
+    assert merged(Argument(1) + 1, Argument(1) + 1) == 4
+    assert type(pickle.loads(pickle.dumps(Argument(2)))) is int
+
+
+def test_a_mean_over_nothing_is_told_of() -> None:
+    class Nothing(Around):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            mask = x[:, 0] > 0.4
+            return nn.functional.mse_loss(self(x)[mask], y[mask])
+
+    with pytest.warns(UserWarning, match="The loss of micro-batch . is NaN or infinite"):
+        trainer(max_steps=2, strategy=GPipeStrategy(8, step="micro-batch")).fit(Nothing("sgd"))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.engine.mixing import _changed
+from lightning_gpipe.tensors.tree import Tree
 from tests import models
 from tests.models import WIDTH
 from tests.ranks import run_ranks
@@ -320,3 +322,12 @@ def test_a_run_without_training_is_looked_at() -> None:
     module = type("Module", (Around,), {"kind": Softmax})("sgd")
     with pytest.warns(UserWarning, match="computes rows of its input together"):
         trainer(strategy=GPipeStrategy(2)).validate(module)
+
+
+def test_weights_that_a_loop_uses_are_not_taken_for_samples() -> None:
+    """Though they are as long as the micro-batch in one dimension, and larger than its input."""
+    hidden, weight = torch.randn(2, 3), torch.randn(1, 4, 4, 2)
+    given = Tree.of((hidden, weight), "The input")
+    (changed,) = _changed(given, 2, along_rows=False)
+    assert changed.leaves[1] is weight
+    assert torch.equal(changed.leaves[0], hidden[[1, 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_gpipe.model import own_state
 from lightning_gpipe.model.on_meta import Pretended, to_meta_leaf
@@ -161,3 +163,13 @@ def test_what_code_keeps_is_looked_for_once_a_pass(
     monkeypatch.setattr(own_state, "_OwnState", Counted)
     PASSES[name]([Keeps(4, 4) for _ in range(20)])
     assert 0 < len(looks) <= 4
+
+
+def test_tensors_without_values_are_copied() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    with Pretended(torch.device("cpu")).mode:
+        first, second, made = copy.deepcopy([weight, weight, torch.tensor(0.5)])
+    assert first is second
+    assert first is not weight
+    assert first.requires_grad
+    assert isinstance(made, FakeTensor)

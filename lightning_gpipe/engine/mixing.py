@@ -185,9 +185,11 @@ def _together(one: Tree, other: Tree) -> Tree | None:
 def _changed(inputs: Tree, samples: int, along_rows: bool) -> Iterator[Tree]:
     """Inputs with the last samples in the place of the first, for each way in which they may lie.
 
-    Only one tensor changes, the largest: another one may be no tensor of samples.
+    Only one tensor changes, the largest: another one may be no tensor of samples. Nor is one whose
+    first dimension is 1, such as a weight that a loop uses between two blocks.
     """
     tensors = {i: t for i, t in enumerate(inputs.leaves) if isinstance(t, Tensor)}
+    tensors = {i: t for i, t in tensors.items() if t.shape[:1] != (1,)}
     ways = {
         i: _one_by_one(t.shape[:1] if along_rows else t.shape, samples) for i, t in tensors.items()
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from types import EllipsisType
 from typing import Any
 
@@ -118,8 +118,7 @@ class Loop:
                 " choose Trainer(precision=...) for all of them."
             )
         given = tuple(self._given(leaf, index) for leaf in leaves)
-        references = sys.getrefcount(leaves[main[1]])
-        value = self.notes.call(index, part, spec, given, main[0], references)
+        value = self.notes.call(index, part, spec, given, main[0], getrefcount(leaves[main[1]]))
         self.foreseen.call(value, Called(module, leaves, spec, main[1]))
         return value
 

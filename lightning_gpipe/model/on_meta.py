@@ -7,6 +7,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -32,8 +33,15 @@ from lightning_gpipe.tensors.tree import Tree
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+#: Whether a layer runs without data.
+_PRETENDS: ContextVar[bool] = ContextVar("pretends", default=False)
 #: Whose contents are put back.
 _CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict, Counter}
+
+
+def is_pretending() -> bool:
+    """Whether a layer runs without data, so that what it tells others isn't meant."""
+    return _PRETENDS.get()
 
 
 class UntraceableLayer(RuntimeError):
@@ -301,6 +309,7 @@ def _attributes_kept(
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    token = _PRETENDS.set(True)
     try:
         kept.prepare(with_hooks, training, place)
         with (
@@ -313,6 +322,7 @@ def _attributes_kept(
             with nullcontext() if place is None else place.mode:
                 yield
     finally:
+        _PRETENDS.reset(token)
         torch.backends.mha.set_fastpath_enabled(fast)
         kept.restore()
 

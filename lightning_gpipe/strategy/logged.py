@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,16 @@ class StepLog:
         if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
             recipes = [r if r is not None and r.is_of_metrics else None for r in recipes]
         return self._values.of_mini_batch(recipes, counts, _what(name))
+
+
+def warn_of_layer() -> None:
+    """Warn of what a layer logs, where other stages have other layers."""
+    warnings.warn(
+        "A layer of the backbone, or a hook of one, calls self.log. With step='micro-batch' what"
+        " rank 0 logs is shown, so that what layers of other stages log is lost; nor is it known of"
+        " which micro-batch it is. Return it with the backbone's output, and log it in the step.",
+        stacklevel=2,
+    )
 
 
 def _arguments(

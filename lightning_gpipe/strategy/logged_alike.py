@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.looks import is_due
+from lightning_gpipe.model.on_meta import is_pretending
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.plan.settings import StepMode
 from lightning_gpipe.strategy import patches
@@ -40,7 +41,7 @@ def attached(pipeline: PipelinedModule, step: StepMode) -> Generator[LoggedAlike
     is_on = step == "mini-batch" and not stages == pipeline.chunks == 1
     logs = LoggedAlike(pipeline.groups, LoggedKept(pipeline.is_kept, BY_LAYERS), is_on)
     log = patches.as_method(partial(logs.log, patches.LOG.current()))
-    with patches.LOG.replaced(log) if is_on else nullcontext():
+    with patches.LOG.replaced(log) if step == "mini-batch" else nullcontext():
         yield logs
 
 
@@ -56,16 +57,23 @@ class LoggedAlike:
     """
 
     def __init__(self, groups: Groups, kept: LoggedKept, is_on: bool) -> None:
-        self._groups, self._kept = groups, kept
+        self._groups, self._kept, self._is_on = groups, kept, is_on
         self._compares = is_on and groups.stages > 1
         self._latest: dict[str, Tensor] = {}
+        self._names: set[str] = set()  # of what else was logged, too
         self._told: set[str] = set()
         self._backwards = 0
 
     def log(self, log: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
-        """What ``self.log`` does: it is noted, too."""
+        """What ``self.log`` does: it is noted, too. In a run without data it does nothing."""
+        if is_pretending():
+            return
+        if not self._is_on:
+            log(module, *args, **kwargs)
+            return
         given = SIGNATURE.bind(module, *args, **kwargs).arguments
         name, value = given["name"], given["value"]
+        self._names.add(name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
             self._latest[name] = value.detach().clone()
         self._kept.look(module, *args, **kwargs)
@@ -85,8 +93,15 @@ class LoggedAlike:
     def _compare(self) -> None:
         own = {name: (float(value), value.dtype) for name, value in self._latest.items()}
         self._latest.clear()
-        first, *others = self._groups.pipeline.gather(own)
-        for stage, other in enumerate(others, 1):
+        (first, names), *others = self._groups.pipeline.gather((own, self._names))
+        for stage, (other, its_names) in enumerate(others, 1):
+            for name in sorted(its_names - names - self._told):
+                self._told.add(name)
+                rank_zero_warn(
+                    f"Stage {stage} alone logs {name!r}, and what stage 0 logs is shown. Hooks"
+                    " behind the backbone run on the last stage, and layers on their own: compute"
+                    " it in the step, of the backbone's output."
+                )
             for name in sorted(first.keys() & other.keys() - self._told):
                 (shown, dtype), (found, _) = first[name], other[name]
                 if not _are_alike(shown, found, dtype):

@@ -8,10 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gpipe.model.remote import told
 from lightning_gpipe.strategy.batches import rebuilt, with_fields
+
+
+class Argument(int):
+    """A whole number that a step is given, such as ``batch_idx``; what it computes of it is none.
+
+    Returned, it would look like a count of samples where these are as many.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
 
 
 def merge(
@@ -83,6 +96,8 @@ def merge(
                 [getattr(v, name) for v in values], sizes, weights, f"{what}.{name}", known, fixed
             ),
         )
+    if type(first) is Argument:
+        return int(first)
     if type(first) is int:
         if list(values) == list(sizes):
             return sum(values)
@@ -92,6 +107,19 @@ def merge(
     if any(value != first for value in values):
         raise _unknown(what, f"different values of type {type(first).__name__}")
     return first
+
+
+def warn_of_nothing(losses: Sequence[Tensor | None]) -> None:
+    """Warn if the losses of some micro-batches are numbers, and those of others aren't."""
+    known = [told(loss) for loss in losses if loss is not None]
+    finite = [bool(loss.isfinite().all()) for loss in known]
+    if any(finite) and not all(finite):
+        rank_zero_warn(
+            f"The loss of micro-batch {finite.index(False)} is NaN or infinite, and that of others"
+            " isn't. A mean over nothing, such as over labels of which a micro-batch has none, is"
+            " NaN: return their sum by max(count, 1), with the count as a weight, {'loss': loss,"
+            " 'weight': count}, or use GPipeStrategy(step='mini-batch')."
+        )
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -32,9 +32,9 @@ from lightning_gpipe.strategy.batches import (
     tensors_of,
 )
 from lightning_gpipe.strategy.exchange import Exchange
-from lightning_gpipe.strategy.logged import BatchSizes, StepLog
+from lightning_gpipe.strategy.logged import BatchSizes, StepLog, warn_of_layer
 from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
-from lightning_gpipe.strategy.merging import merge, weighted_mean
+from lightning_gpipe.strategy.merging import Argument, merge, warn_of_nothing, weighted_mean
 from lightning_gpipe.strategy.recipes import means_of
 from lightning_gpipe.strategy.step_attributes import StepAttributes
 from lightning_gpipe.strategy.step_buffers import StepBuffers
@@ -73,6 +73,7 @@ class _MiniBatch:
 
     def __post_init__(self) -> None:
         self.log = StepLog(self.metrics.values, self.metrics.sizes)
+        self.rest = tuple(Argument(one) if type(one) is int else one for one in self.rest)
 
     def given(self) -> list[list[Tensor]]:
         """The tensors in each micro-batch."""
@@ -180,6 +181,7 @@ class MicroBatchSteps:
         self.metrics = StepMetrics(trainer.lightning_module, pipeline)
         self._left = KeptInStep([*trainer.lightning_module.modules()], None)
         self._logged_left = LoggedKept(self._left.has, BY_STEPS)
+        self._has_told = False  # of layers that log
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """What ``self.log`` does: in a step it is noted, and done once for the mini-batch."""
@@ -187,7 +189,12 @@ class MicroBatchSteps:
             self._logged_left.look(*args, **kwargs)
             original(*args, **kwargs)
         else:
-            self._log.note(self._pipeline.step_trace, *args, **kwargs)
+            trace = self._pipeline.step_trace
+            is_layer = trace is None and self._pipeline.is_stepping
+            if is_layer and self._pipeline.groups.stages > 1 and not self._has_told:
+                self._has_told = True
+                warn_of_layer()
+            self._log.note(trace, *args, **kwargs)
 
     def train(
         self, step: Callable[..., Any], number: int, synchronize: bool, batch: Any, *rest: Any
@@ -231,6 +238,8 @@ class MicroBatchSteps:
             self._exchange.forget()
         result = self._told(steps, weighting.weights, self._fixed[("training",)])
         self.metrics.values.is_weighted = isinstance(result, Mapping) and "weight" in result
+        if steps.exchange is not None:
+            warn_of_nothing(list(map(_loss_of, steps.results)))
         if synchronize:
             loss = result["loss"] if isinstance(result, Mapping) else result
             self._pipeline.check(loss)
