@@ -82,6 +82,32 @@ class Seldom(Cooling):
         return self.linear(x) * self.temperature.item()
 
 
+class Carries(Warming):
+    """Hands a state of two tensors from call to call, as an LSTM's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, cell = self.state or (x.new_ones(1), x.new_ones(1))
+        self.state = (hidden * 0.9, cell + hidden.square())
+        return self.linear(x) * hidden + cell.tanh()
+
+
+class CarriesInPlace(Carries):
+    """Changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = (torch.ones(1).double(), torch.ones(1).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, cell = self.state or ()
+        hidden.mul_(0.9)
+        return self.linear(x) * hidden.item() + cell.add_(hidden).item()
+
+
 class Reads(nn.Module):
     """Reads the tensor that another layer changes."""
 
@@ -291,6 +317,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tuple": lambda: Counting((), in_tuple),
     "number of NumPy": lambda: Counting(np.int64(0), in_number),
     "fraction": lambda: Counting(Fraction(0), in_number),
+    "tuple of tensors": Carries,
+    "tuple of tensors, in place": CarriesInPlace,
     "tensor in a list": lambda: Counting([torch.zeros(1)], in_tensor),
     "parametrized": lambda: nn.utils.parametrizations.orthogonal(Weighted()),
     "first time": FirstTime,

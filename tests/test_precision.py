@@ -99,3 +99,27 @@ def test_close_to_a_plain_trainer(precision: str, clip: str) -> None:
     tolerance = {"64-true": 1e-12, "32-true": 1e-6}.get(precision, 0.02)
     torch.testing.assert_close(state, expected, rtol=0, atol=tolerance)
     assert own_scales == scales
+
+
+class Asks(Net):
+    """Goes by the type of what stands behind the backbone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        made = self.head(self.backbone(batch[0]))
+        loss = nn.functional.cross_entropy(made, batch[1])
+        assert (made.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+        self.log("eps", torch.finfo(made.dtype).eps)
+        return loss
+
+
+def precise(stages: int) -> dict[str, Tensor]:
+    strategy = GPipeStrategy(2, step="micro-batch")
+    run = trainer(max_epochs=1, devices=stages, precision="bf16-mixed", strategy=strategy)
+    run.fit(Asks())
+    return dict(run.callback_metrics)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_stage_knows_the_types_of_autocast(stages: int) -> None:
+    for metrics in run_ranks(precise, stages, stages):
+        assert metrics["eps"] == torch.finfo(torch.bfloat16).eps

@@ -158,7 +158,7 @@ def _state_of(place: Place, last: _State, copies: dict[int, Any]) -> _State:
     is_container = place.key is None and isinstance(place.value, CONTAINERS)
     if is_container and len(values) < len(entries):
         return _LEFT._replace(snapshot=Snapshot.of(place, entries, {}))
-    is_fixed = not any(issubclass(type(v), (Tensor, np.ndarray)) for v in values.values())
+    is_fixed = not any(map(_has_tensors, values.values()))
     is_class = isinstance(place.value, type)  # whose methods stay
     functions = () if is_class else tuple(n for n, v in values.items() if _may_hold(v))
     snapshot = Snapshot.of(place, entries, values) if is_fixed else None
@@ -200,11 +200,24 @@ def _is_state(value: Any) -> bool:
     kind = type(value)  # a proxy claims to be of another class, or fails to tell
     if _is_plain(kind) or value is NOTHING:
         return True
+    if kind is tuple:  # such as the state of an LSTM
+        return len(value) <= FEW and all(_is_plain(type(one)) or _is_array(one) for one in value)
     if issubclass(kind, (tuple, frozenset)):
         return len(value) <= FEW and all(_is_plain(type(one)) for one in value)
     if is_frozen(kind):
         return all(_is_plain(type(getattr(value, each.name, None))) for each in fields(kind))
-    return issubclass(kind, (Tensor, np.ndarray)) and has_values(value)
+    return _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is a tensor or an array that can be kept."""
+    return issubclass(type(value), (Tensor, np.ndarray)) and has_values(value)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a tensor or an array, or a tuple that holds some."""
+    parts = value if type(value) is tuple else (value,)
+    return any(issubclass(type(part), (Tensor, np.ndarray)) for part in parts)
 
 
 def _is_plain(kind: Any) -> bool:
@@ -224,10 +237,14 @@ def _own(values: Entries, copies: dict[int, Any]) -> Entries:
         values: By name.
         copies: Of tensors and arrays, by their ``id``: what several places share is one again.
     """
-    found = dict(values)
-    for name, value in values.items():
+
+    def own(value: Any) -> Any:
+        if type(value) is tuple and _has_tensors(value):
+            return tuple(map(own, value))
         if issubclass(type(value), (Tensor, np.ndarray)):
             if id(value) not in copies:
                 copies[id(value)] = own_copy(value)
-            found[name] = copies[id(value)]
-    return found
+            return copies[id(value)]
+        return value
+
+    return {name: own(value) for name, value in values.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
+from lightning_gpipe.model.on_meta import Pretended
 from lightning_gpipe.model.remote import CONSTANTS, on_meta, tensors_given, told
 
 _REMEMBERED = 1000
@@ -20,10 +22,15 @@ _REMEMBERED = 1000
 class Outlines:
     """Runs functions on the meta device, for every kind of arguments once.
 
-    On the meta device many functions are written in Python, and take longer than on a GPU.
+    On the meta device many functions are written in Python, and take longer than on a GPU. Under
+    autocast, which it doesn't know, tensors pass for ones of the real device.
+
+    Args:
+        device: Where the stage computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -32,16 +39,33 @@ class Outlines:
             func, args, kwargs = _without_masks(func, args, kwargs)
             try:
                 kinds = *map(_kind_of, args), *((key, _kind_of(v)) for key, v in kwargs.items())
-                kind = func, torch.get_default_dtype(), len(args), *kinds
+                dtypes = torch.get_default_dtype(), self._cast
+                kind = func, *dtypes, len(args), *kinds
                 known = self._known.get(kind)
             except TypeError:  # an argument can't be hashed
-                return tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
+                return tree_flatten(self._run(func, *tree_map(on_meta, (args, kwargs))))
             if known is None:
-                known = tree_flatten(_outline(func, *tree_map(on_meta, (args, kwargs))))
+                known = tree_flatten(self._run(func, *tree_map(on_meta, (args, kwargs))))
                 if len(self._known) >= _REMEMBERED:
                     self._known.clear()
                 self._known[kind] = known
             return known
+
+    @property
+    def _cast(self) -> torch.dtype | None:
+        """The type of autocast; None: it is off."""
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._cast is not None:
+            place = Pretended(self._device)
+            own_args, own_kwargs = tree_map_only(Tensor, place.like, (args, kwargs))
+            with suppress(Exception):  # that needs more than the meta device does
+                with place.mode:
+                    made = func(*own_args, **own_kwargs)
+                return tree_map_only(Tensor, _like, made)
+        return _outline(func, args, kwargs)
 
 
 def _gaussian_nll_loss(
@@ -142,8 +166,13 @@ def _kind_of(value: Any) -> Any:
     return kind, value
 
 
+def _like(tensor: Tensor) -> Tensor:
+    strides = tensor.stride()
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+
+
 def _outline(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function on the meta device, which autocast doesn't know."""
+    """The result of a function on the meta device."""
     func = _INSTEAD.get(func, func)
     try:
         return func(*args, **kwargs)

@@ -132,7 +132,7 @@ class StepTrace(TorchFunctionMode):
         self.micro_batch = self._calls = 0  # whose step runs, and where it is
         self.mark = 0  # tells whether two stages have called the same functions in the same order
         self.values = Numbered(stage)
-        self._outlines = Outlines()
+        self._outlines = Outlines(device)
         self._kept: dict[int, Tensor] = {}  # by id
         self._views = Views()
         self.sources: set[int] = set()  # stages that have values which others don't
