@@ -37,7 +37,8 @@ def explained(module: nn.Module) -> Iterator[None]:
             )
         raise
     except LookupError as error:
-        if any(part._forward_hooks for part in module.modules() if _is_elsewhere(part)):
+        parts = [*module.modules()]
+        if any(map(_is_elsewhere, parts)) and any(part._forward_hooks for part in parts):
             add_note(
                 error,
                 "A forward hook runs on the stage that has its layer, so what it keeps is missing"
