@@ -20,6 +20,7 @@ from lightning_gpipe.engine.autograd import no_values
 from lightning_gpipe.engine.batch_statistics import Seen
 from lightning_gpipe.engine.batchnorm import DeferredBatchNorm
 from lightning_gpipe.engine.buffers import CallBuffers, LayerBuffers
+from lightning_gpipe.engine.carried import CarriedStates
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.engine.first_data import FirstData
 from lightning_gpipe.engine.injected import InjectedGradients
@@ -130,6 +131,7 @@ class Stage:
         self._reproduced, self._injected = Reproduced([*self._layers]), InjectedGradients()
         self._randomness = LayerRandomness(self._layers, device, is_alone)
         self._mixing = Mixing(self._layers, device, self._randomness)
+        self._carried = CarriedStates(self._layers)
         self._watched, self._is_alone = watched, is_alone
         self._output_name = f"The output of layer {max(self._layers, default=0)} of the backbone"
         #: Random generators that layers hold.
@@ -210,6 +212,7 @@ class Stage:
             self._watched(),  # around batch norm's, whose traces are gone then
             self._batch_norm.micro_batch(recompute=False),
             self._first_data.watched(m, call.count),
+            self._carried.watched(m, call.sizes),
         ):
             enter = record.enter_for_now if drops else record.enter if trains else record.lent
             given = enter(inputs)
