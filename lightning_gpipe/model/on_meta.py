@@ -135,7 +135,7 @@ def _differentiates(kind: str) -> bool:
     """Whether backwards run on tensors without values that pass for ones of a kind of device."""
     place = Pretended(torch.device(kind))
     try:
-        with place.mode:
+        with place._mode:
             leaf = torch.zeros((), device=place.device, requires_grad=True)
             grad(leaf.tanh(), leaf)
     except Exception:  # no device, no driver, or a PyTorch without them

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.remote import told
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
 from lightning_gpipe.strategy.halves import halves_of
 from lightning_gpipe.strategy.noted import Noted
@@ -39,6 +40,18 @@ _VALUE = (
     "{what} isn't a mean over samples: {by} of several samples together, with"
     " step='micro-batch' of those of a micro-batch alone. Compute it in a hook, such as"
     " on_validation_epoch_end, of what the steps have returned, or use"
+    " GPipeStrategy(step='mini-batch')."
+)
+_ROWS = (
+    "{what} has rows of which each isn't of one sample: {by} of several samples together, with"
+    " step='micro-batch' of those of a micro-batch alone. Return what each sample gives, and"
+    " compute this of the mini-batch's in a hook, such as on_predict_batch_end, or use"
+    " GPipeStrategy(step='mini-batch')."
+)
+_NOTHING = (
+    "The loss of micro-batch {m} is NaN or infinite, and that of others isn't. A mean over nothing,"
+    " such as over labels of which a micro-batch has none, is NaN: return their sum by max(count,"
+    " 1), with the count as a weight, {{'loss': loss, 'weight': count}}, or use"
     " GPipeStrategy(step='mini-batch')."
 )
 _UNKNOWN = (
@@ -140,13 +153,26 @@ class Exchange:
         if not self._groups.is_last:
             return None
         for what, name in found.means.items() if found.loss is None else ():
-            by = f"'{name}' computes it" if name else "it is computed"
-            self._tell(what, _VALUE.format(what=what, by=by))
+            is_rows = what in found.rows
+            it, they_are = ("them", "they are") if is_rows else ("it", "it is")
+            by = f"'{name}' computes {it}" if name else f"{they_are} computed"
+            self._tell(what, (_ROWS if is_rows else _VALUE).format(what=what, by=by))
         if trains and _UNKNOWN not in self._warned:  # later ones may be a smaller rest
             self._warned.add(_UNKNOWN)
             if not found.is_known and found.before is None:
                 _log.info(_UNKNOWN, self._cause or "It isn't known what it is computed of.")
         return found.loss
+
+    def look_at(self, losses: Sequence[Tensor | None]) -> None:
+        """Warn if the losses of some micro-batches are numbers, and those of others aren't.
+
+        Args:
+            losses: Those of all micro-batches, once they are told.
+        """
+        known = [told(loss) for loss in losses if loss is not None]
+        finite = [bool(loss.isfinite().all()) for loss in known]
+        if self._groups.is_last and any(finite) and not all(finite):
+            self._tell(_NOTHING, _NOTHING.format(m=finite.index(False)))
 
     def _find(self, names: bool) -> _Found:
         """What computes samples together, as far as the step can run with its samples exchanged."""
@@ -170,6 +196,7 @@ class Exchange:
                 for what, value in self._means:
                     name = replay.mixer_of_mean(value, self._weight)
                     found.means |= {} if name is None else {what: name}
+                    found.rows |= {what} if value.ndim else set()
         return found
 
     def _tell(self, what: str, text: str) -> None:
@@ -185,13 +212,15 @@ class _Found:
     Args:
         before: What does so before the backbone; None: nothing.
         loss: Of which the loss comes; None: it doesn't.
-        means: Of which other means come, by what they are.
+        means: Of which other means come, or rows, by what they are.
+        rows: Which of these are rows.
         is_known: Whether it is known what the loss is computed of.
     """
 
     before: str | None = None
     loss: str | None = None
     means: dict[str, str] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)
     is_known: bool = False
 
     @property

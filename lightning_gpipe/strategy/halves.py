@@ -129,6 +129,7 @@ def mixes(four: Sequence[Tensor], samples: int, share: float) -> bool:
         samples: How many there are: what is as long has a row for each.
         share: What may be due to rounding.
     """
+    four = [tensor.detach() for tensor in four]
     if len({t.shape for t in four}) > 1 or not four[0].numel():
         return False
     if four[0].ndim and len(four[0]) == samples:

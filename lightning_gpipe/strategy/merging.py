@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gpipe.model.remote import told
@@ -107,19 +106,6 @@ def merge(
     if any(value != first for value in values):
         raise _unknown(what, f"different values of type {type(first).__name__}")
     return first
-
-
-def warn_of_nothing(losses: Sequence[Tensor | None]) -> None:
-    """Warn if the losses of some micro-batches are numbers, and those of others aren't."""
-    known = [told(loss) for loss in losses if loss is not None]
-    finite = [bool(loss.isfinite().all()) for loss in known]
-    if any(finite) and not all(finite):
-        rank_zero_warn(
-            f"The loss of micro-batch {finite.index(False)} is NaN or infinite, and that of others"
-            " isn't. A mean over nothing, such as over labels of which a micro-batch has none, is"
-            " NaN: return their sum by max(count, 1), with the count as a weight, {'loss': loss,"
-            " 'weight': count}, or use GPipeStrategy(step='mini-batch')."
-        )
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -34,7 +34,7 @@ from lightning_gpipe.strategy.batches import (
 from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.logged import BatchSizes, StepLog, warn_of_layer
 from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
-from lightning_gpipe.strategy.merging import Argument, merge, warn_of_nothing, weighted_mean
+from lightning_gpipe.strategy.merging import Argument, merge, weighted_mean
 from lightning_gpipe.strategy.recipes import means_of
 from lightning_gpipe.strategy.step_attributes import StepAttributes
 from lightning_gpipe.strategy.step_buffers import StepBuffers
@@ -148,10 +148,11 @@ class _MiniBatch:
         return [t for t, other in pairs if t is not other and t.ndim and len(t) == self.sizes[0]]
 
     def _means(self, result: Any) -> list[tuple[str, Tensor]]:
-        """What the step has returned that should be means over samples, and what it is."""
+        """What the step has returned that should be means over samples, or rows of them."""
         values, recipe_of = {"": result}, self.metrics.values.recipe_of
-        if isinstance(result, Mapping):
-            values = {f" as {name!r}": value for name, value in result.items()}
+        named = dict(enumerate(result)) if isinstance(result, (list, tuple)) else result
+        if isinstance(named, Mapping):
+            values = {f" as {name!r}": value for name, value in named.items()}
         return [
             (f"What the step returned{name}", mean)
             for name, value in values.items()
@@ -239,7 +240,7 @@ class MicroBatchSteps:
         result = self._told(steps, weighting.weights, self._fixed[("training",)])
         self.metrics.values.is_weighted = isinstance(result, Mapping) and "weight" in result
         if steps.exchange is not None:
-            warn_of_nothing(list(map(_loss_of, steps.results)))
+            steps.exchange.look_at(list(map(_loss_of, steps.results)))
         if synchronize:
             loss = result["loss"] if isinstance(result, Mapping) else result
             self._pipeline.check(loss)

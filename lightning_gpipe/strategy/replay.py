@@ -97,9 +97,8 @@ class Replay:
     def __init__(
         self, trace: StepTrace, rows: Sequence[Tensor], halves: Tensor, seed: int, names: bool
     ) -> None:
-        self._seed, self._names = seed, names
+        self._seed, self._names, self._halves = seed, names, halves
         self._trace, self._samples, self._device = trace, len(halves), trace.device
-        self._halves = halves
         self._rows = {id(tensor): tensor for tensor in rows}
         self._known: dict[int, _Four] = {}  # by id
         self._has_moved = False  # whether samples may have come into another order
@@ -153,8 +152,11 @@ class Replay:
         return found.mixer_on_the_way(self._names)
 
     def mixer_of_mean(self, value: Tensor, weight: Any) -> str | None:
-        """The same for a scalar that counts by its samples, by a weight, or by what it is over."""
+        """The same for a scalar that counts by its samples or a weight, or for rows of samples."""
         found = self._known.get(id(value))
+        if found is not None and value.shape[:1] == (self._samples,):
+            are_mixed = mixes(found.values, self._samples, self._rounding(value.dtype))
+            return found.mixer if are_mixed else None
         if found is None or value.ndim or not value.is_floating_point():
             return None
         ways = self._numbers(None), self._numbers(weight), found.counts or self._numbers(None)
@@ -277,7 +279,7 @@ class Replay:
         size: Tensor | None,
     ) -> None:
         share = self._rounding(tensor.dtype)
-        is_mixed = self._names and mixes([t.detach() for t in values], self._samples, share)
+        is_mixed = self._names and mixes(values, self._samples, share)
         mixer = mixer.strip("_") if is_mixed else ""
         way = way or (mixer if tensor.ndim else "")  # not a count that is kept from being 0
         self._known[id(tensor)] = _Four(values, mixer, counts, size, way)
