@@ -69,3 +69,20 @@ def test_the_last_stage_tells() -> None:
     first, last = run_ranks(told, 2, "'softmax' computes them", 2, "predict")
     assert first == []
     assert len(last) == 1
+
+
+def test_numbers_that_steps_are_given_come_out_as_they_are() -> None:
+    """Also that of the batch whose micro-batches have as many samples."""
+
+    class Gives(Around):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            more = {"loader": dataloader_idx, "samples": len(batch[0])}
+            return self(batch[0]).mean(), batch_idx, more
+
+    rows = torch.zeros(32, WIDTH, dtype=torch.float64)
+    loaders = [DataLoader(TensorDataset(rows), 8), DataLoader(TensorDataset(rows[:8]), 4)]
+    run = trainer(strategy=GPipeStrategy(4, step="micro-batch"))
+    found = run.predict(Gives(), loaders)
+    assert found is not None
+    numbers = [[(i, more["loader"], more["samples"]) for _, i, more in loader] for loader in found]
+    assert numbers == [[(i, 0, 8) for i in range(4)], [(i, 1, 4) for i in range(2)]]
