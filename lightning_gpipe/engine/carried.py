@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.model.backbone import is_compiled
 from lightning_gpipe.model.places import FEW
 from lightning_gpipe.model.remote import is_metadata
 from lightning_gpipe.tensors.tree import tree_tensors
@@ -58,7 +59,7 @@ class CarriedStates:
     """
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        compiled = [i for i, layer in layers.items() if any(map(_is_compiled, layer.modules()))]
+        compiled = [i for i, layer in layers.items() if any(map(is_compiled, layer.modules()))]
         self._layers = {i: layer for i, layer in layers.items() if i not in compiled}
 
     def watched(self, m: int, sizes: Sequence[int]) -> AbstractContextManager[None]:
@@ -114,7 +115,3 @@ def _states_in(value: Any, samples: int) -> tuple[tuple[Tensor, int], ...]:
 
 def _was_read(tensor: Tensor) -> bool:
     return bool(tensor.__dict__.pop("_is_read", False))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -256,7 +256,7 @@ def refuse_compiled(module: nn.Module, backbone: str) -> None:
     for end in range(len(keys) + 1):
         name = ".".join(keys[:end])
         part = module.get_submodule(name)
-        if not _is_compiled(part):
+        if not is_compiled(part):
             continue
         what = f"'{name.removesuffix('._orig_mod')}'" if name else type(part).__name__
         raise ValueError(
@@ -266,7 +266,7 @@ def refuse_compiled(module: nn.Module, backbone: str) -> None:
         )
 
 
-def _is_compiled(part: nn.Module) -> bool:
+def is_compiled(part: nn.Module) -> bool:
     """Whether torch.compile has taken over a module's call, or a step of it."""
     return (
         part._compiled_call_impl is not None
