@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.engine.executor import AtHand
+from lightning_gpipe.model.program import ADD_RESIDUALS
 from lightning_gpipe.tensors.tree import Tree
 
 
@@ -119,9 +120,7 @@ class OutputOutlines(dict[str, Tree]):
         if tree.spec != known.spec:
             raise RuntimeError(
                 "The backbone's output is built otherwise than before, so other stages can't know"
-                " it. Where a loop skips blocks, as with LayerDrop, let blocks add their residuals"
-                " themselves, hidden = block(hidden), so that nothing but the hidden state comes"
-                " out. Else use GPipeStrategy(step='mini-batch')."
+                f" it: a loop that skips blocks, such as by LayerDrop, may do so.{ADD_RESIDUALS}"
             )
         is_alike = True
         for now, before in zip(tree.leaves, known.leaves, strict=True):

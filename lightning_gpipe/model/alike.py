@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.model.program import LoopProgram
+from lightning_gpipe.model.program import program_of
 from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
@@ -77,8 +77,8 @@ def signature(layer: nn.Module, run: RunLayer, index: int, given: Tree) -> Hasha
     Returns:
         None: it can't be told.
     """
-    program = getattr(run, "__self__", None)
-    if isinstance(program, LoopProgram):
+    program = program_of(run)
+    if program is not None:
         is_last = index == len(program.calls) - 1
         call: Any = repr(program.calls[index]), is_last, program.whole
     elif run is run_layer:

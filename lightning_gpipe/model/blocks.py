@@ -85,9 +85,7 @@ class Listening(nn.Module):
             self._check_backwards()
         if self._listener is None or is_backwards or self._gives_layers(self._listener):
             return super().__getitem__(index)  # type: ignore[misc]
-        found = self._stand_ins(self._listener)[index]
-        is_slice = isinstance(index, slice)
-        return StandIns(found, partial(self._listener.loop_over, self)) if is_slice else found
+        return self._stand_ins(self._listener)[index]
 
     def _check_backwards(self) -> None:
         """Refuse a loop that goes backwards over layers of several stages; one's own are called."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only
 
 from lightning_gpipe.model.on_meta import Pretended
 from lightning_gpipe.model.remote import CONSTANTS, on_meta, tensors_given, told
+from lightning_gpipe.tensors import strides
 
 _REMEMBERED = 1000
 
@@ -64,7 +66,7 @@ class Outlines:
             with suppress(Exception):  # that needs more than the meta device does
                 with place.mode:
                     made = func(*own_args, **own_kwargs)
-                return tree_map_only(Tensor, _like, made)
+                return tree_map_only(Tensor, partial(strides.empty_like, device="meta"), made)
         return _outline(func, args, kwargs)
 
 
@@ -164,11 +166,6 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, slice):
         return slice, _kind_of(value.start), _kind_of(value.stop), _kind_of(value.step)
     return kind, value
-
-
-def _like(tensor: Tensor) -> Tensor:
-    strides = tensor.stride()
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
 
 
 def _outline(func: Any, args: Any, kwargs: Any) -> Any:

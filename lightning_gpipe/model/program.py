@@ -17,6 +17,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 from lightning_gpipe.model.between import run_function
 from lightning_gpipe.model.run_layer import RunLayer
 
+#: What to do where blocks are skipped and other values come out of the loop.
+ADD_RESIDUALS = (
+    " Let blocks add their residuals themselves, hidden = block(hidden), or use"
+    " GPipeStrategy(step='mini-batch')."
+)
+
 
 class Entry(NamedTuple):
     """An argument of a block or a function: a value of the loop, a tensor, or a constant.
@@ -227,8 +233,7 @@ class LoopProgram:
         if not is_own:
             raise RuntimeError(
                 "The loop skips blocks, so that something else comes out of it than before, which"
-                " other stages can't know with step='micro-batch'. Let blocks add their residuals"
-                " themselves, hidden = block(hidden), or use GPipeStrategy(step='mini-batch')."
+                f" other stages can't know with step='micro-batch'.{ADD_RESIDUALS}"
             )
         return parts
 
@@ -345,15 +350,21 @@ def of_any_loop(run_layer: RunLayer) -> RunLayer:
     return _run_as_told if is_loop(run_layer) else run_layer
 
 
+def program_of(run_layer: RunLayer) -> LoopProgram | None:
+    """The program of a loop that runs layers; None: something else does."""
+    program = getattr(run_layer, "__self__", None)
+    return program if isinstance(program, LoopProgram) else None
+
+
 def is_loop(run_layer: RunLayer) -> bool:
     """Whether what runs layers is the program of a loop."""
-    return isinstance(getattr(run_layer, "__self__", None), LoopProgram)
+    return program_of(run_layer) is not None
 
 
 def unskipped(run_layer: RunLayer) -> RunLayer:
     """What runs layers, with those that a loop skips; see :meth:`LoopProgram.unskipped`."""
-    program = getattr(run_layer, "__self__", None)
-    return _unskipped(program.text).run if isinstance(program, LoopProgram) else run_layer
+    program = program_of(run_layer)
+    return run_layer if program is None else _unskipped(program.text).run
 
 
 @lru_cache(maxsize=256)
@@ -368,9 +379,8 @@ def kind_of(run_layer: RunLayer, value: Any) -> Any:
         run_layer: What :func:`unskipped` gives.
         value: The text, or something else, which stands for itself.
     """
-    program = getattr(run_layer, "__self__", None)
-    is_text = isinstance(program, LoopProgram) and value == program.text
-    return program.kind if isinstance(program, LoopProgram) and is_text else value
+    program = program_of(run_layer)
+    return value if program is None or value != program.text else program.kind
 
 
 def _run_as_told(index: int, block: Callable[..., Any], value: Any) -> Any:

@@ -145,7 +145,7 @@ class ContainerStandIn(StandIn):
 
 
 class StandIns(list[Any]):
-    """Stand-ins of a slice of the blocks.
+    """Stand-ins of the blocks, or of a slice of them.
 
     Args:
         stand_ins: They.
@@ -159,7 +159,11 @@ class StandIns(list[Any]):
         self._loop_over = loop_over
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loop_over(self[:])
+        return self._loop_over([*super().__iter__()])
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return StandIns(found, self._loop_over) if isinstance(index, slice) else found
 
 
 def stand_in(
