@@ -6,6 +6,7 @@ import random
 import warnings
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 from tests.in_process import InProcess, check_cuts_and_modes, inputs
 
 WIDTH = 4
+SHARED = np.random.default_rng(11)
 
 
 class Noise(nn.Module):
@@ -29,7 +31,11 @@ class Noise(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.generator = torch.Generator().manual_seed(5)
         self.held: dict[str, Any] = {"torch": torch.Generator().manual_seed(6)}
+        self.deep = SimpleNamespace(rng=random.Random(10))
         self.listed = [random.Random(7), np.random.default_rng(8), np.random.RandomState(9)]
+
+    def of_all(self) -> float:
+        return SHARED.random()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -45,11 +51,14 @@ DRAWS: dict[str, Callable[[Noise], float]] = {
     "its own Random": lambda noise: noise.listed[0].random(),
     "its own NumPy generator": lambda noise: float(noise.listed[1].random()),
     "its own RandomState": lambda noise: float(noise.listed[2].random_sample()),
+    "of an object": lambda noise: noise.deep.rng.random(),
+    "a global": lambda noise: float(noise.of_all()),
 }
 
 
 def layers_of(draw: str, since: int = 0) -> nn.Sequential:
     torch.manual_seed(0)
+    SHARED.bit_generator.state = np.random.default_rng(11).bit_generator.state
     return nn.Sequential(*(Noise(DRAWS[draw], since) for _ in range(4))).double()
 
 

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.comm.messages import ObjectChannel
-from lightning_gpipe.tensors.random_state import RandomState
+from lightning_gpipe.tensors.random_state import RandomState, packed, set_packed
+
+
+class States(NamedTuple):
+    """What generators are like.
+
+    Args:
+        common: torch's, Python's and NumPy's.
+        own: Those that the user's code holds, by what tells them apart.
+    """
+
+    common: RandomState
+    own: dict[Any, bytes]
 
 
 class SharedGenerators:
@@ -15,30 +32,59 @@ class SharedGenerators:
 
     def __init__(self, channel: ObjectChannel) -> None:
         self.channel = channel
-        self._known: RandomState | None = None  # what all stages had last
+        self._known: States | None = None  # what all stages had last
+        self._own: Mapping[Any, Any] = {}
+        self._find: Callable[[], Mapping[Any, Any]] = dict
+        self._steps = 0
 
-    def news(self) -> RandomState | None:
+    @contextmanager
+    def with_own(self, find: Callable[[], Mapping[Any, Any]]) -> Iterator[None]:
+        """Share those that the user's code holds, too, inside this context. Collective.
+
+        Args:
+            find: Returns them, by what tells them apart on every stage.
+        """
+        if self.channel.is_alone:
+            yield
+            return
+        self._find, self._steps = find, 0
+        try:
+            self.share()
+            yield
+        finally:
+            self._find, self._own, self._known = dict, {}, None
+
+    def news(self) -> States | None:
         """The first stage's state; None if all stages know it."""
-        state = RandomState.current(self.channel.device)
-        if self._known is not None and state.equals(self._known):
+        own = {key: packed(generator) for key, generator in self._own.items()}
+        state = States(RandomState.current(self.channel.device), own)
+        known = self._known
+        if known is not None and state.common.equals(known.common) and own == known.own:
             return None
         self._known = state
         return state
 
-    def take(self, news: RandomState | None) -> None:
+    def take(self, news: States | None) -> None:
         """Go on from the first stage's state.
 
         Args:
             news: What :meth:`news` gave there.
         """
         self._known = news or self._known
-        if self._known is not None:
-            self._known.restore(self.channel.device)
+        if self._known is None:
+            return
+        self._known.common.restore(self.channel.device)
+        for key, state in self._known.own.items():
+            if key in self._own:
+                set_packed(self._own[key], state)
 
     def share(self) -> None:
         """Go on from the first stage's state: code may have drawn on one rank alone. Collective."""
         if self.channel.is_alone:
             return
+        self._steps += 1
+        if is_due(self._steps):  # code may hold others than at the beginning
+            self._own = self._find()
         if self.channel.index == 0:
             self.channel.broadcast("generators", self.news(), source=0)
         else:

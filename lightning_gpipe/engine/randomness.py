@@ -11,14 +11,15 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_gpipe.tensors.random_state import is_generator, seed_own, seed_torch
+from lightning_gpipe.model.layer_state import generators_of
+from lightning_gpipe.tensors.random_state import seed_own, seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
 _BETWEEN_LOOKS = 8  # where layers that draw hide others: so many calls more, and then each eighth
@@ -66,7 +67,12 @@ class LayerRandomness:
     ) -> None:
         self._device, self._is_alone = device, is_alone
         self._all, self._first = frozenset(layers), min(layers, default=0)
-        self._own = {index: list(_generators_of(layer)) for index, layer in layers.items()}
+        self._own = {
+            index: [
+                (generator, _first_seed(generator)) for generator in generators_of(layer).values()
+            ]
+            for index, layer in layers.items()
+        }
         self._draw: set[int] = set()
         self._calls: dict[tuple[bool, ...], int] = {}
 
@@ -218,22 +224,6 @@ def _next_numbers() -> tuple[Any, ...]:
     # no normal distribution: NumPy throws away numbers for it, so others may lead to the same ones
     numpy = sys.modules.get("numpy")
     return random.getrandbits(64), numpy.random.random() if numpy is not None else None
-
-
-def _generators_of(layer: nn.Module) -> Iterator[tuple[Any, int]]:
-    """Generators that a layer's modules hold, also in lists and dicts, with their first seeds."""
-    seen: set[int] = set()
-    for module in layer.modules():
-        for value in vars(module).values():
-            held: Any = [value]
-            if isinstance(value, dict):
-                held = list(value.values())
-            elif isinstance(value, (list, tuple)):
-                held = list(value)
-            for generator in held:
-                if is_generator(generator) and id(generator) not in seen:
-                    seen.add(id(generator))
-                    yield generator, _first_seed(generator)
 
 
 def _first_seed(generator: Any) -> int:

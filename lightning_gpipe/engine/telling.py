@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -14,6 +15,12 @@ from lightning_gpipe.engine.running import Running
 from lightning_gpipe.model.remote import Number
 from lightning_gpipe.model.step_trace import StepTrace
 
+_OTHER_NUMBERS = (
+    "In the step stage {own} computes with other numbers than stage {other}, and each computes a"
+    " part of it: the loss or the gradients may be wrong. They come of something that differs"
+    " between processes, such as a random generator that the step makes without a seed, the time,"
+    " the rank, or the order of a set. Seed it, or let the loader give the numbers."
+)
 _SMALL, _FEW = 1 << 16, 256  # bytes and values that the source needn't wait for
 
 
@@ -22,11 +29,13 @@ class _Told(NamedTuple):
 
     Args:
         mark: What tells whether they have called the same functions.
+        numbers: And whether with the same numbers, if that is looked at.
         single: Values by their numbers.
         scalars: Those without dimensions, as losses are: numbers, and tensors ``[n]`` of them.
     """
 
     mark: int
+    numbers: int
     single: dict[Number, Tensor]
     scalars: list[tuple[list[Number], Tensor]]
 
@@ -38,7 +47,7 @@ class _Told(NamedTuple):
             is_plain = type(value) is Tensor and value.ndim == 0 and not value.is_quantized
             (alike[value.dtype, value.device] if is_plain else single)[number] = value
         scalars = [([*found], torch.stack([*found.values()])) for found in alike.values()]
-        return cls(trace.mark, single, scalars)
+        return cls(trace.mark, trace.numbers, single, scalars)
 
     def values(self) -> dict[Number, Tensor]:
         """All of them again, each in memory of its own."""
@@ -110,6 +119,8 @@ def tell(running: Running, trace: StepTrace, groups: Groups) -> None:
                     " `if rank == 0`, and not use what layers or hooks keep of the forward: return"
                     " that with the backbone's output."
                 )
+            if told.numbers != trace.numbers:
+                warnings.warn(_OTHER_NUMBERS.format(own=groups.stage, other=source), stacklevel=2)
             if source != groups.stage:
                 trace.values.tell(told.values())
     trace.forget()

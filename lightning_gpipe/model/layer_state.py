@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dis
 import weakref
-from collections import UserDict, UserList
-from collections.abc import Iterator, Sequence
+from collections import Counter, UserDict, UserList
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import filterfalse, islice
@@ -14,6 +14,7 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -39,9 +40,12 @@ from lightning_gpipe.model.places import (
     items_of,
     slots_of,
 )
+from lightning_gpipe.tensors.random_state import is_generator
 
 #: Objects of a layer, and entries of a container, up to which they are looked at.
 _OBJECTS, _ENTRIES = 5000, 1000
+_GENERATORS = 64  # of a module, of which more would take long to share
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 _PLAIN = (int, float, complex, str, bytes, type(None), BuiltinFunctionType)
 _is_kept = False
@@ -89,6 +93,27 @@ def own_places(module: nn.Module, without: nn.Module) -> list[Place]:
         f"{place.name}{more}" for place in places if _is_foreign(place) for more in ".["
     )
     return [p for p in places if not _is_foreign(p) and not p.name.startswith(foreign)]
+
+
+def generators_of(
+    module: nn.Module, without: nn.Module | None = None, beside: Mapping[str, Any] = _NONE
+) -> dict[tuple[str, int], Any]:
+    """The random generators that a layer, or another module, holds; see :func:`places_of`.
+
+    Args:
+        module: The module.
+        without: One in it that isn't looked at, nor those inside it.
+        beside: Other objects that are looked at as well, by their names.
+
+    Returns:
+        They by how the module calls them, and how many are called so before.
+    """
+    count = Counter[str]()
+    found = dict[tuple[str, int], Any]()
+    for name, generator in _Walk(module, without, beside).generators[:_GENERATORS]:
+        found[name, count[name]] = generator
+        count[name] += 1
+    return found
 
 
 def _is_foreign(place: Place) -> bool:
@@ -158,12 +183,16 @@ class _Walk:
     Args:
         layer: The layer.
         without: A module that isn't looked at.
+        beside: Other objects, by their names.
     """
 
-    def __init__(self, layer: nn.Module, without: nn.Module | None) -> None:
+    def __init__(
+        self, layer: nn.Module, without: nn.Module | None, beside: Mapping[str, Any] = _NONE
+    ) -> None:
         self.places: list[Place] = []
+        self.generators: list[tuple[str, Any]] = []
         self._seen = set(map(id, without.modules())) if without is not None else set[int]()
-        self._left: list[tuple[str, Any]] = []
+        self._left: list[tuple[str, Any]] = [*beside.items()]
         self._look_at_module("", layer)
         limit = len(self._seen) + _OBJECTS
         while self._left and len(self._seen) < limit:
@@ -200,6 +229,9 @@ class _Walk:
                 self._look_at_module(name, value)
             return
         self._seen.add(id(value))
+        if is_generator(value):
+            self.generators.append((name, value))
+            return
         for inner in _inside(kind, value):
             self._left.append((name, inner))
         if issubclass(kind, FunctionType):

@@ -130,7 +130,8 @@ class StepTrace(TorchFunctionMode):
         self.stage, self.device, self._seed = stage, device, seed
         self.holders = holders
         self.micro_batch = self._calls = 0  # whose step runs, and where it is
-        self.mark = 0  # tells whether two stages have called the same functions in the same order
+        # tell whether two stages have called the same functions in the same order, and with what
+        self.mark = self.numbers = 0
         self.values = Numbered(stage)
         self._outlines = Outlines(device)
         self._kept: dict[int, Tensor] = {}  # by id
@@ -215,7 +216,7 @@ class StepTrace(TorchFunctionMode):
         self._kept.clear()
         self._views.clear()
         self.sources.clear()
-        self.mark = 0
+        self.mark = self.numbers = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -24,6 +24,7 @@ from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
 from lightning_gpipe.strategy.halves import halves_of
 from lightning_gpipe.strategy.noted import Noted
 from lightning_gpipe.strategy.replay import CannotReplay, Replay
+from lightning_gpipe.strategy.step_numbers import StepNumbers
 
 _log = logging.getLogger("lightning.pytorch")
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
@@ -75,6 +76,7 @@ class Exchange:
         self._counts = Counter[str]()  # mini-batches of each kind
         self._number = 0  # of this one
         self._warned = set[str]()
+        self._numbers = StepNumbers()
         self._noted: list[Noted] = []
         self._rows: Sequence[Tensor] = ()
         self._samples = self._elements = 0
@@ -92,7 +94,7 @@ class Exchange:
         """
         self._counts[kind] += 1
         self._number = self._counts[kind]
-        return self._looks and is_due(self._number)
+        return is_due(self._number)
 
     def begin(self, rows: Sequence[Tensor], samples: int) -> None:
         """Begin the step of a micro-batch.
@@ -102,11 +104,13 @@ class Exchange:
             samples: How many it has.
         """
         self._noted.clear()
-        self._rows, self._samples, self._elements = rows, samples, 0
+        self._rows, self._samples, self._elements = rows, samples if self._looks else 0, 0
         self._cause = "" if samples > 1 else "A micro-batch has one sample."
 
     def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function of the step has made; see :data:`step_trace.Follow`."""
+        if self._groups.stages > 1:
+            self._numbers.follow(trace, ran)
         if self._samples > 1:
             self._trace = trace
             is_here = trace.is_here(ran.made if ran.name == BACKBONE else (ran.args, ran.kwargs))
@@ -115,13 +119,17 @@ class Exchange:
                 self._elements += sum(tensor.numel() for tensor in ran.made)
             if self._elements > _ELEMENTS:
                 self._cause = f"Outside the backbone it makes more than {_ELEMENTS:,} numbers."
-                self.forget()
+                self._stop()
             elif len(self._noted) > _FUNCTIONS:
                 self._cause = f"The step calls more than {_FUNCTIONS} functions."
-                self.forget()
+                self._stop()
 
     def forget(self) -> None:
         """Let go of the step."""
+        self._numbers.clear()
+        self._stop()
+
+    def _stop(self) -> None:
         self._noted.clear()
         self._rows, self._samples, self._trace = (), 0, None
         self._loss, self._weight, self._means = None, None, ()

@@ -22,6 +22,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.engine.stopwatch import Stopwatch
 from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
+from lightning_gpipe.model.layer_state import generators_of
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.step_errors import explained
 from lightning_gpipe.pipeline.module import PipelinedModule
@@ -146,6 +147,8 @@ class Run:
             if settings.step == "micro-batch":
                 self._steps = undo.enter_context(_stepping(trainer, self.pipeline))
             undo.enter_context(removed_after_saving(trainer.strategy.checkpoint_io))
+            own = partial(_generators, trainer, self.pipeline.backbone)
+            undo.enter_context(world.generators.with_own(own))
             self._is_set_up = True
             self._undo = undo.pop_all()
 
@@ -386,3 +389,11 @@ def _complete(optimizers: Sequence[Optimizer]) -> None:
         for name in hooks:
             if type(own[name]) is dict:  # nothing can refer to one weakly
                 own[name] = OrderedDict(own[name])
+
+
+def _generators(trainer: pl.Trainer, backbone: str) -> dict[Any, Any]:
+    """The random generators that the user's code outside the backbone holds."""
+    module = trainer.lightning_module
+    others = [getattr(trainer, "datamodule", None), *vars(trainer)["callbacks"]]
+    beside = {f"{type(other).__name__} {i}": other for i, other in enumerate(others)}
+    return generators_of(module, module.get_submodule(backbone), beside)

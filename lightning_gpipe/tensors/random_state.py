@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -119,10 +120,28 @@ def seed_torch(device: torch.device, seed: int) -> None:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of torch, Python or NumPy."""
-    return isinstance(value, (torch.Generator, random.Random)) or _is_of_numpy(
-        value, "Generator", "RandomState"
+    """Whether a value is a generator of torch, Python or NumPy, and has a state."""
+    kind = type(value)  # a proxy claims to be of another class
+    if issubclass(kind, random.SystemRandom):
+        return False
+    return issubclass(kind, (torch.Generator, random.Random)) or _is_of_numpy(
+        kind, "Generator", "RandomState"
     )
+
+
+def packed(generator: Any) -> bytes:
+    """The state of a generator that somebody holds; the same bytes for the same state."""
+    return pickle.dumps(_state(generator))
+
+
+def set_packed(generator: Any, state: bytes) -> None:
+    """Put a generator into the state of one of its kind.
+
+    Args:
+        generator: The generator.
+        state: What :func:`packed` returned.
+    """
+    _set_state(generator, pickle.loads(state))
 
 
 def seed_own(generator: Any, seed: int) -> None:
@@ -131,23 +150,23 @@ def seed_own(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
-    elif _is_of_numpy(generator, "RandomState"):
+    elif _is_of_numpy(type(generator), "RandomState"):
         generator.seed(seed % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
-def _is_of_numpy(value: Any, *names: str) -> bool:
+def _is_of_numpy(kind: type, *names: str) -> bool:
     numpy = _numpy()
-    return numpy is not None and isinstance(
-        value, tuple(getattr(numpy.random, name) for name in names)
+    return numpy is not None and issubclass(
+        kind, tuple(getattr(numpy.random, name) for name in names)
     )
 
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, torch.Generator) or _is_of_numpy(generator, "RandomState"):
+    if isinstance(generator, torch.Generator) or _is_of_numpy(type(generator), "RandomState"):
         return generator.get_state()
     return generator.bit_generator.state
 
@@ -155,7 +174,7 @@ def _state(generator: Any) -> Any:
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, torch.Generator) or _is_of_numpy(generator, "RandomState"):
+    elif isinstance(generator, torch.Generator) or _is_of_numpy(type(generator), "RandomState"):
         generator.set_state(state)
     else:
         generator.bit_generator.state = state

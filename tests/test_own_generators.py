@@ -1,0 +1,137 @@
+"""Random generators of the user's own give the same numbers on every stage."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+GLOBAL = np.random.default_rng()
+
+
+class Draws(models.Module):
+    """Draws from generators that nobody has seeded, in hooks and in steps."""
+
+    def build(self) -> None:
+        super().build()
+        self.numpy = np.random.default_rng()
+        self.old = [np.random.RandomState()]
+        self.deep = SimpleNamespace(rng=random.Random())
+        self.own = torch.Generator(device="cpu")
+        self.own.seed()
+        self.late: Any = None
+        self.drawn: list[float] = []
+
+    def draw(self) -> float:
+        numbers = [
+            self.numpy.random(),
+            self.old[0].rand(),
+            self.deep.rng.random(),
+            torch.rand((), generator=self.own, dtype=torch.float64, device="cpu").item(),
+            GLOBAL.random(),
+        ]
+        self.drawn += map(float, numbers)
+        return sum(map(float, numbers))
+
+    def on_fit_start(self) -> None:
+        self.draw()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if batch_idx == 1 and self.late is None:
+            self.late = np.random.default_rng()
+        if self.current_epoch:
+            self.drawn.append(float(self.late.random()))
+        share = self.draw()
+        return functional.mse_loss(self(x * share), y * share)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.draw()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]) * self.draw()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Mixes(Callback):
+    """A callback with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.drawn.append(self.rng.random())
+
+
+def drawn(step: Any) -> tuple[list[float], list[Any]]:
+    """What a rank draws, and what it makes of that."""
+    module = Draws()
+    strategy = GPipeStrategy(chunks=2, step=step)
+    runner = trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[Mixes()])
+    runner.fit(module)
+    predictions = runner.predict(module, module.train_dataloader())
+    found = torch.cat([p for p in predictions or [] if isinstance(p, Tensor)])
+    return module.drawn, found.tolist()
+
+
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_every_stage_draws_the_same(step: str) -> None:
+    first, second = run_ranks(drawn, 2, step)
+    assert len(first[0]) > 20
+    assert first == second
+
+
+class Unseeded(Draws):
+    """Makes generators in its steps, of which no two processes give the same numbers."""
+
+    kind = "noise"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        rng = np.random.default_rng()
+        noise = torch.from_numpy(rng.normal(size=tuple(x.shape)))
+        if self.kind == "noise":
+            x = x + noise
+        elif self.kind == "share":
+            x = x * float(rng.random())
+        elif self.kind == "place":
+            x = x[:, int(rng.integers(1 << 30)) % 1 :] * (1 + rng.integers(1 << 30))
+        else:
+            self.log("time", noise.mean() / 2)
+        return functional.mse_loss(self(x), y)
+
+
+def warned(kind: str) -> bool:
+    """Whether a rank is told of a module whose steps compute with other numbers."""
+    module = Unseeded()
+    module.kind = kind
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(strategy=GPipeStrategy(chunks=2, step="micro-batch"), devices=2, max_epochs=1).fit(
+            module
+        )
+    return any("other numbers than stage" in str(each.message) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_told"), [("noise", True), ("share", True), ("place", True), ("time", False)]
+)
+def test_numbers_that_differ_are_told_of(kind: str, is_told: bool) -> None:
+    assert any(run_ranks(warned, 2, kind)) is is_told
