@@ -282,6 +282,7 @@ def test_what_is_compiled_with_the_backbone_is_refused(place: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # on Python 3.14
 def test_scripts_are_refused() -> None:
     made = models.Module()
     made.scripted = nn.ModuleList([torch.jit.script(nn.ReLU())])

@@ -206,12 +206,62 @@ class Forgets(Living):
 
 
 def forgetting() -> None:
-    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(Forgets())
+    strategy = GPipeStrategy(3)
+    trainer(devices=2, max_epochs=1, strategy=strategy, accumulate_grad_batches=2).fit(Forgets())
 
 
 def test_a_forgotten_return_is_told() -> None:
     with pytest.raises(RankError, match="training_step returned None: is `return loss` missing"):
         run_ranks(forgetting, 2)
+
+
+class Skips(Living):
+    """Skips batches whose loss is no number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        loss = loss * float("nan") if batch_idx in (0, 3, 4, 14) else loss
+        return loss if loss.isfinite() else None
+
+
+def skipped(stages: int, clip: float | None) -> tuple[dict[str, Tensor], Any]:
+    """What a run comes to that skips batches, with as many stages; 0: a plain Trainer."""
+    strategy = GPipeStrategy(3) if stages else "auto"
+    run = trainer(
+        devices=stages or 1, max_epochs=2, strategy=strategy, gradient_clip_val=clip, max_steps=-1
+    )
+    torch.manual_seed(0)
+    module = Skips()
+    run.fit(module)
+    return module.state_dict(), (run.global_step, run.callback_metrics["val_loss"])
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_batch_is_skipped_as_in_a_plain_trainer(clip: float | None) -> None:
+    plain = skipped(0, clip)
+    for stages in (2, 3):
+        torch.testing.assert_close(run_ranks(skipped, stages, stages, clip)[0], plain)
+
+
+class SkipsOnOne(Living):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 3 and self.global_rank == self.rank else loss
+
+
+def skipping_on_one(rank: int) -> None:
+    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(SkipsOnOne(rank))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_that_one_rank_alone_skips_is_refused(rank: int) -> None:
+    with pytest.raises(RankError, match="returned None on some stages and a loss on others"):
+        run_ranks(skipping_on_one, 2, rank)
 
 
 class Pairs(Living):

@@ -135,3 +135,35 @@ def warned(kind: str) -> bool:
 )
 def test_numbers_that_differ_are_told_of(kind: str, is_told: bool) -> None:
     assert any(run_ranks(warned, 2, kind)) is is_told
+
+
+class Samples(models.Module):
+    """Draws before the backbone, and of its output."""
+
+    def build(self) -> None:
+        super().build()
+        self.own = torch.Generator(device="cpu").manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        noise = torch.randn(x.shape, dtype=x.dtype, generator=self.own, device="cpu").to(x.device)
+        out = self(x + noise)
+        odds = out.detach().softmax(-1).to("cpu")
+        labels = torch.multinomial(odds, 1, generator=self.own)[:, 0].to(x.device)
+        return functional.mse_loss(out, noise) + functional.cross_entropy(out, labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def trained(stages: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Samples()
+    strategy = GPipeStrategy(chunks=3, step="micro-batch")
+    trainer(strategy=strategy, devices=stages, max_epochs=2).fit(module)
+    return module.state_dict()
+
+
+def test_a_generator_that_one_stage_alone_draws_from_goes_on_alike_on_all() -> None:
+    for stages in (2, 3):
+        torch.testing.assert_close(run_ranks(trained, stages, stages)[0], trained(1))

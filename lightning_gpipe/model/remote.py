@@ -285,6 +285,14 @@ def device_of(tensor: Tensor) -> torch.device:
     return tensor._gpipe_device if type(tensor) is RemoteTensor else tensor.device
 
 
+def first_device(values: Iterable[Any], default: torch.device) -> torch.device:
+    """The first device among values on which tensors have values."""
+    for value in values:
+        if isinstance(value, torch.device) and value.type != "meta":
+            return value
+    return default
+
+
 def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether any tensor requires a gradient."""
     with torch._C.DisableTorchFunctionSubclass():

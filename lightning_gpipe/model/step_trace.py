@@ -38,6 +38,7 @@ from lightning_gpipe.model.remote import (
     Where,
     destination,
     device_of,
+    first_device,
     is_metadata,
     name_of,
     origin_of,
@@ -49,6 +50,7 @@ from lightning_gpipe.model.remote import (
     wants_gradient,
 )
 from lightning_gpipe.model.written import Views
+from lightning_gpipe.tensors.random_state import state_behind
 
 #: Functions that may draw random numbers.
 _DRAWS = re.compile(
@@ -237,6 +239,9 @@ class StepTrace(TorchFunctionMode):
             raise NotHere(_apart(name, given, self._where))
         is_kept = bool(self._kept) and any(id(tensor) in self._kept for tensor in given)
         draws = may_draw(name)
+        # a generator that only some stages draw from goes on alike on all
+        generator = kwargs.get("generator") if given else None
+        goes_on = state_behind(generator) if generator is not None else None
         if where is None or self.stage in where:
             if draws:
                 self._seed(self.micro_batch, self._calls)
@@ -256,6 +261,8 @@ class StepTrace(TorchFunctionMode):
             return True  # the stage that has them looks
         else:
             result = self._remotely(func, name, args, kwargs, given, where)
+        if generator is not None:
+            generator.set_state(goes_on)
         made = tensors_in(result)
         if is_kept:
             self.keep(made)
@@ -329,7 +336,7 @@ class StepTrace(TorchFunctionMode):
             if device_of(inputs[0]) == goal:
                 return inputs[0]
             func, args, kwargs = Tensor.to, (inputs[0], goal), {}
-        to = _device((*args, *kwargs.values(), *map(device_of, inputs)), self.device)
+        to = first_device((*args, *kwargs.values(), *map(device_of, inputs)), self.device)
         keeps = torch.is_grad_enabled() and wants_gradient(inputs)
         keeps = keeps and name not in _WITHOUT_GRADIENT
         try:
@@ -369,14 +376,6 @@ def _are_on_meta(leaves: Iterable[Any]) -> bool:
     """Whether leaves are tensors without values, and None, as attention returns without weights."""
     found = [leaf for leaf in leaves if leaf is not None]
     return bool(found) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in found)
-
-
-def _device(values: Iterable[Any], default: torch.device) -> torch.device:
-    """The first device among values on which tensors have values."""
-    for value in values:
-        if isinstance(value, torch.device) and value.type != "meta":
-            return value
-    return default
 
 
 def _apart(what: str, tensors: Iterable[Tensor], where: Callable[[Tensor], Where | None]) -> str:

@@ -22,6 +22,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.signal_connector import (
     _HandlersCompose,
     _SignalConnector,
@@ -44,6 +45,13 @@ def has_no_backward(trainer: pl.Trainer) -> bool:
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether training steps run without backwards, as where batch norm is computed anew."""
     return trainer.fit_loop._skip_backward
+
+
+def step_with_output(loop: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a training step as Lightning's loop does, which lets one process alone return None."""
+    trainer = loop.trainer
+    output = _call_strategy_hook(trainer, "training_step", *kwargs.values())
+    return loop.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
 
 def logged_step(trainer: pl.Trainer) -> int:

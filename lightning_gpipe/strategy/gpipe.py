@@ -214,7 +214,7 @@ class GPipeStrategy(PlanningStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.train(refusals.with_loss(super().training_step, self), *args, **kwargs)
+        return self._running.train(super().training_step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,3 +72,15 @@ class OptimizerStates:
         if isinstance(state["state"], Stored):
             return own
         return {**own, "state": tree_map_only(Tensor, Tensor.clone, own["state"])}
+
+
+def complete(optimizers: Sequence[Optimizer]) -> None:
+    """Give optimizers what a copy gets, which some that wrap another, such as Lookahead, lack."""
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    for optimizer in optimizers:
+        own = vars(optimizer)
+        if not own.keys() >= {*hooks, "_optimizer_state_dict_pre_hooks"}:  # no constructor ran
+            Optimizer.__setstate__(optimizer, {})
+        for name in hooks:
+            if type(own[name]) is dict:  # nothing can refer to one weakly
+                own[name] = OrderedDict(own[name])

@@ -278,6 +278,11 @@ CLOSURE = Target(
     "_make_closure",
     "gradients arise during the steps, so they are zeroed before",
 )
+TRAINING_STEP = Target(
+    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
+    "_training_step",
+    "the stages of a pipeline skip a batch together, as one process does",
+)
 DEFAULT_GROUP = Target(
     "torch.distributed.distributed_c10d",
     "_get_default_group",

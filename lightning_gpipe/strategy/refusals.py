@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from numbers import Real
 from typing import Any
 
@@ -280,18 +280,3 @@ def refuse_sampler(dataloader: Any, replicas: int, replica: int) -> None:
                     " Lightning, or build it with **trainer.distributed_sampler_kwargs."
                 )
             return
-
-
-def with_loss(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
-    """Let a training step refuse to return None, by which Lightning would skip the batch."""
-
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        if (result := step(*args, **kwargs)) is None:
-            raise RuntimeError(
-                "training_step returned None: is `return loss` missing? With several processes it"
-                " can't skip a batch: return loss * 0 for one that shall not count."
-            )
-        return result
-
-    is_one = strategy.world_size == 1 or strategy._settings.step == "micro-batch"
-    return step if is_one or not strategy.lightning_module.automatic_optimization else refusing

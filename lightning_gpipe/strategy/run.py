@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -48,9 +47,10 @@ from lightning_gpipe.strategy.batch_size import searched_over_stages
 from lightning_gpipe.strategy.checkpoint_io import removed_after_saving
 from lightning_gpipe.strategy.loggers import LoggedSettings
 from lightning_gpipe.strategy.micro_batches import MicroBatchSteps
-from lightning_gpipe.strategy.optimizer_states import OptimizerStates
+from lightning_gpipe.strategy.optimizer_states import OptimizerStates, complete
 from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.reader import hooks_see_replicas
+from lightning_gpipe.strategy.skipping import agreed
 from lightning_gpipe.strategy.world import World
 
 
@@ -142,6 +142,7 @@ class Run:
             undo.enter_context(functional_calls.refused(self.pipeline))
             undo.enter_context(searched_over_stages(trainer, self._trial))
             undo.enter_context(patches.SIGTERM_BROADCAST.replaced(_end_on_sigterm))
+            undo.enter_context(patches.TRAINING_STEP.replaced(_lightning.step_with_output))
             self._logs = undo.enter_context(logged_alike.attached(self.pipeline, settings.step))
             self._steps = None
             if settings.step == "micro-batch":
@@ -158,7 +159,7 @@ class Run:
             optimizer_refusals.refuse_optimizers(optimizers)
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
             optimizer_refusals.refuse_to_shard(optimizers)
-        _complete(optimizers)
+        complete(optimizers)
         self._undo.enter_context(step_draws.refused(optimizers, self._world.groups))
         self.optimizer_states.adopt(optimizers)
 
@@ -215,6 +216,8 @@ class Run:
         self.pipeline.begin_step(0, number, training=True)
         if self._steps is not None:
             step = partial(self._steps.train, step, number, not self._accumulating)
+        else:
+            step = agreed(step, self._trainer, self._world.groups)
         result = self._step(step, *args, **kwargs)
         if _lightning.has_no_backward(self._trainer):
             self.pipeline.end_step()
@@ -377,18 +380,6 @@ def _synchronized_batch_norm(
             if groups.replicas > 1 and isinstance(part, nn.SyncBatchNorm):
                 part.process_group = groups.siblings.data
         yield
-
-
-def _complete(optimizers: Sequence[Optimizer]) -> None:
-    """Give optimizers what a copy gets, which some that wrap another, such as Lookahead, lack."""
-    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    for optimizer in optimizers:
-        own = vars(optimizer)
-        if not own.keys() >= {*hooks, "_optimizer_state_dict_pre_hooks"}:  # no constructor ran
-            Optimizer.__setstate__(optimizer, {})
-        for name in hooks:
-            if type(own[name]) is dict:  # nothing can refer to one weakly
-                own[name] = OrderedDict(own[name])
 
 
 def _generators(trainer: pl.Trainer, backbone: str) -> dict[Any, Any]:

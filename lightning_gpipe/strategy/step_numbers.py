@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.model.ran import Ran
+from lightning_gpipe.model.redirect import is_transforming
 from lightning_gpipe.model.remote import told
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.tensors import strides
@@ -39,10 +40,12 @@ class StepNumbers:
 
     def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function, or the backbone, is given."""
+        if is_transforming():  # its tensors have no memory
+            return
         marks = [self._mark_of(trace, tensor) for tensor in ran.given]
         known = [mark for mark in marks if mark is not None]
         numbers = [] if ran.name in _OF_DEVICES else [*_numbers((ran.args, ran.kwargs))]
-        mark = zlib.crc32(repr((ran.name, known, numbers)).encode())
+        mark = zlib.crc32(repr((known, numbers)).encode())
         is_apart = len(known) == len(marks) and ran.function is not None
         if not is_apart and (known or numbers):
             trace.numbers = zlib.crc32(str(mark).encode(), trace.numbers)
@@ -68,7 +71,8 @@ def _mark_of_bits(tensor: Tensor) -> int:
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if not is_plain or tensor.device.type != "cpu" or tensor.nbytes > _BYTES:
         return 0
-    return zlib.crc32(strides.to_bytes(tensor).numpy().tobytes())
+    with torch._C.DisableTorchFunction():  # the step doesn't call this
+        return zlib.crc32(strides.to_bytes(tensor).numpy().tobytes())
 
 
 def _numbers(value: Any) -> Iterator[str]:

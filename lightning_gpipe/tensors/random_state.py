@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,12 @@ def seed_torch(device: torch.device, seed: int) -> None:
         generators[device.index or 0].manual_seed(seed)
     else:  # a kind with one device
         module.manual_seed(seed)
+
+
+def state_behind(generator: torch.Generator) -> Tensor:
+    """A state for a generator after a call, whatever that draws; it depends on the one before."""
+    seed = zlib.crc32(generator.get_state().numpy().tobytes())
+    return torch.Generator(generator.device).manual_seed(seed).get_state()
 
 
 def is_generator(value: Any) -> bool:
