@@ -68,12 +68,14 @@ def fail(where: str) -> None:
     if where in SIGNALS:
         os.kill(os.getpid(), SIGNALS[where])
         time.sleep(60)  # a signal may come at any time; it must come now
-    elif where == "interrupt to save":
-        os.kill(os.getpid(), signal.SIGINT)
-        return
-    elif where == "interrupt to save twice":
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+    elif "to save" in where:
+        number = SIGNALS[where.split()[0]]
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # as a process group gets it, and a launcher passes it on
+        if "twice" not in where:
+            return
+        time.sleep(0.7)
+        os.kill(os.getpid(), number)
     elif where == "exit":
         os._exit(3)
     elif where == "sysexit":
@@ -209,7 +211,7 @@ def run(
     warnings.filterwarnings("always", "While the Trainer runs")
     module = Failing(where, rank)
     callbacks: list[Any] = [Callback(), *more]
-    if where.startswith("interrupt to save"):
+    if "to save" in where:
         callbacks.append(L.pytorch.callbacks.OnExceptionCheckpoint(folder))
         callbacks.append(L.pytorch.callbacks.ModelCheckpoint(folder, save_on_exception=True))
     if where == "save":
@@ -221,7 +223,7 @@ def run(
         max_steps=STEP + 2 if where in AFTER else 10**6,
         logger=FullDisk(module) if where == "logger" else False,
         log_every_n_steps=1,
-        enable_checkpointing=where == "save" or where.startswith("interrupt to save"),
+        enable_checkpointing=where == "save" or "to save" in where,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,

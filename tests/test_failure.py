@@ -104,23 +104,28 @@ def test_a_collective_call_on_one_rank_alone(rank: int, tmp_path: Path) -> None:
         assert "never under `if rank == 0`" in text, text
 
 
-def test_ctrl_c_saves_after_the_step_where_a_callback_saves_on_exceptions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["interrupt", "term"])
+def test_a_signal_saves_after_the_step_where_a_callback_saves_on_exceptions(
+    name: str, tmp_path: Path
+) -> None:
     """One rank alone got the signal, in the middle of a step: all save together, then end."""
-    texts, codes, _ = screens("interrupt to save", 1, tmp_path / "run")
+    texts, codes, _ = screens(f"{name} to save", 1, tmp_path / "run")
     assert all(code != 0 for code in codes), (codes, texts)
     saved = torch.load(tmp_path / "run" / "saved" / "on_exception.ckpt", weights_only=True)
     assert saved["global_step"] == failing.STEP + 1, "the step was finished"
     assert len(saved["state_dict"]) == 16, "every stage's layers are there"
     for text in texts:
-        assert "failed: KeyboardInterrupt" in text, text
+        assert f"failed: {MESSAGES[name].removesuffix(' was received')}" in text, text
         assert "is not saved" not in text, text
         assert "state_dict() has the values" not in text, text
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    texts, codes, _ = screens("interrupt to save twice", 1, tmp_path / "run")
+@pytest.mark.parametrize("name", ["interrupt", "term"])
+def test_a_second_signal_ends_at_once(name: str, tmp_path: Path) -> None:
+    texts, codes, _ = screens(f"{name} to save twice", 1, tmp_path / "run")
     assert all(code != 0 for code in codes), (codes, texts)
-    assert all("Rank 1 (stage 1) failed: KeyboardInterrupt" in text for text in texts), texts
+    kind = MESSAGES[name].removesuffix(" was received")
+    assert all(f"Rank 1 (stage 1) failed: {kind}" in text for text in texts), texts
     assert not (tmp_path / "run" / "saved" / "on_exception.ckpt").exists()
 
 

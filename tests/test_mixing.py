@@ -81,6 +81,13 @@ class Draws(Layer):
         return x + drawn + random.random()
 
 
+class Fresh(Layer):
+    """Draws from a generator that it makes each time, so its recompute differs, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.Random().random())
+
+
 class Counts(Layer):
     """Keeps what its calls have been given."""
 
@@ -280,6 +287,10 @@ def test_layers_that_take_each_sample_by_itself_are_not_told_of(
     module: type[models.Module], kind: type[nn.Module], step: str
 ) -> None:
     assert told(module, kind, step=step) == []
+
+
+def test_layers_that_give_something_else_each_time_are_not_told_of() -> None:
+    assert told(Around, Fresh, checkpoint="never") == []
 
 
 def test_batch_norm_is_not_told_of() -> None:

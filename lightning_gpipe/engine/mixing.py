@@ -159,10 +159,12 @@ class Mixing:
         """The same for one way; None: they are apart behind the last layer."""
         found, one, other = None, inputs, changed
         for index in self._layers:
-            one, other = run(index, one), run(index, other)
+            given, one, other = one, run(index, one), run(index, other)
             if _are_apart(one, other, samples):
                 found = None
             elif found is None:
+                if not _are_apart(one, run(index, given), samples):
+                    return None  # it gives something else each time
                 found = index
         return found
 

@@ -125,7 +125,7 @@ def _warn_of_unused(
     share = sum(slots[name].tensor.numel() for name in unused) / total
     if share > UNUSED_LIMIT:
         pipeline.surroundings.warn(
-            f"The first steps don't use {', '.join(map(repr, unused[:3]))}"
+            f"The first steps of this run don't use {', '.join(map(repr, unused[:3]))}"
             f"{' …' if len(unused) > 3 else ''}, {share:.0%} of the parameters. It isn't known on"
             " which side of the backbone they belong, so every stage holds them."
         )

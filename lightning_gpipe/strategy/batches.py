@@ -75,8 +75,8 @@ class Places:
                     f"batch{name} has {length} rows where the batch's first tensor has {samples}."
                     " In batches before both were alike, and step='micro-batch' has split both by"
                     " samples. If they are samples, let all parts of the batch have as many:"
-                    " DataLoader(drop_last=True), or CombinedLoader's mode 'min_size'. If not, make"
-                    " it a buffer of the module, or give it the shape [1, ...]. Or use"
+                    " drop_last=True, and with a CombinedLoader one batch_size, in each DataLoader."
+                    " If not, make it a buffer of the module, or give it the shape [1, ...]. Or use"
                     " GPipeStrategy(step='mini-batch')."
                 )
             self.whole.add(path)

@@ -1,4 +1,6 @@
-"""Signals: SIGTERM ends a run on all ranks; a requeue, and Ctrl-C to save, wait for a step's end.
+"""Signals: SIGTERM ends a run on all ranks; a requeue waits for a step's end.
+
+So do SIGTERM and Ctrl-C where a callback saves on exceptions, since all ranks must save together.
 
 Lightning's own handlers wait for other ranks in the middle of a step, where they may wait for this
 one. Lightning puts the user's handlers back after the run.
@@ -6,9 +8,11 @@ one. Lightning puts the user's handlers back after the run.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +23,12 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_gpipe.strategy import _lightning
 
+#: The message of the exception by which SIGTERM ends a run.
+SIGTERM_CAME = "SIGTERM was received"
 #: With what a process that Ctrl-C has ended exits.
 INTERRUPTED = 128 + signal.SIGINT
 _SAVING_S = 60.0  # in which processes must have saved and ended after Ctrl-C
+_AGAIN_S = 0.5  # in which the same signal may come from a group, a wrapper and a launcher
 
 
 class EndOnSigterm:
@@ -30,10 +37,18 @@ class EndOnSigterm:
     Args:
         pass_on: Sends a signal to the processes that this one has started.
         is_ending: Whether the run ends already.
+        waits: Called when it comes in training; returns whether all ranks will save and end the run
+            after the step. Again it isn't waited.
     """
 
-    def __init__(self, pass_on: Callable[[int], object], is_ending: Callable[[], bool]) -> None:
-        self._pass_on, self._is_ending = pass_on, is_ending
+    def __init__(
+        self,
+        pass_on: Callable[[int], object],
+        is_ending: Callable[[], bool],
+        waits: Callable[[], bool],
+    ) -> None:
+        self._pass_on, self._is_ending, self._waits = pass_on, is_ending, waits
+        self._comes = _Comes()
         self._process = os.getpid()
         self._users: list[Callable[..., Any]] = []
         self._connectors: list[_lightning.SignalConnector] = []
@@ -58,13 +73,23 @@ class EndOnSigterm:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        for connector in self._connectors:
-            connector.received_sigterm = True  # which callbacks read
         for handler in self._users:
             handler(number, frame)
-        if not self._is_ending():
+        if self._comes.again():
+            return
+        is_ending, trainers = self._is_ending(), [owner.trainer for owner in self._connectors]
+        if not is_ending:
             self._pass_on(number)
-            raise SIGTERMException("SIGTERM was received")
+            if any(trainer.training for trainer in trainers) and self._waits():
+                return
+        self.tell()
+        if not is_ending:
+            raise SIGTERMException(SIGTERM_CAME)
+
+    def tell(self) -> None:
+        """Let Trainers tell callbacks that it has come."""
+        for connector in self._connectors:
+            connector.received_sigterm = True
 
 
 class Requeue:
@@ -97,10 +122,10 @@ class Requeue:
             handler(self._number, None)
 
 
-class SaveOnInterrupt:
-    """Keeps Ctrl-C until all ranks can save, where a callback saves on exceptions.
+class SaveOnSignal:
+    """Keeps Ctrl-C and SIGTERM until all ranks can save, where a callback saves on exceptions.
 
-    The second Ctrl-C ends the run at once, without a checkpoint.
+    The second signal ends the run at once, without a checkpoint.
 
     Args:
         callbacks: The Trainer's.
@@ -108,12 +133,13 @@ class SaveOnInterrupt:
     """
 
     def __init__(self, callbacks: Iterable[Any], say: Callable[[str], object]) -> None:
-        self.is_pending = False
+        self.is_pending = self.is_sigterm = False
         self.has_saved = False
         self._say = say
         self._process = os.getpid()
         self._savers = _savers(callbacks)
         self._before: Any = signal.SIG_DFL
+        self._comes = _Comes()
 
     @property
     def is_wanted(self) -> bool:
@@ -130,6 +156,8 @@ class SaveOnInterrupt:
 
     def __call__(self, number: int, frame: object) -> None:
         """Note the first, and let the second through."""
+        if os.getpid() == self._process and self._comes.again():
+            return
         if self.is_pending or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
             self._before(number, frame)
@@ -137,14 +165,22 @@ class SaveOnInterrupt:
         self.is_pending = True
         self._say("Ctrl-C: the run saves after this step, and ends. Press it again to end at once.")
 
-    def run(self, trainer: Any) -> None:
+    def on_sigterm(self) -> bool:
+        """Note a SIGTERM; returns whether anything will be saved."""
+        if self.is_pending or not self._savers:
+            return False
+        self.is_pending = self.is_sigterm = True
+        self._say("SIGTERM: the run saves after this step, and ends.")
+        return True
+
+    def run(self, trainer: Any, error: BaseException) -> None:
         """Save as the callbacks do on an exception, and end the run. Collective over the world.
 
-        Raises:
-            KeyboardInterrupt: Always.
+        Args:
+            trainer: The Trainer.
+            error: The exception, which is raised.
         """
         signal.signal(signal.SIGINT, self._before)
-        error = KeyboardInterrupt()
         for callback in self._savers:
             callback.on_exception(trainer, trainer.lightning_module, error)
         self.has_saved = True
@@ -168,6 +204,7 @@ class LetChildrenSave:
         self._say = say
         self._process = os.getpid()
         self._before: Any = None
+        self._comes = _Comes()
         self._limit = threading.Timer(_SAVING_S, os.kill, (self._process, signal.SIGINT))
         self._limit.daemon = True
 
@@ -199,12 +236,29 @@ class LetChildrenSave:
 
     def __call__(self, number: int, frame: object) -> None:
         """Note the first, and let the second through."""
+        if os.getpid() == self._process and self._comes.again():
+            return
         if self._limit.is_alive() or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
             self._before(number, frame)
             return
         self._limit.start()
         self._say(f"Ctrl-C: waits {_SAVING_S:.0f} s at most until the run's processes have ended.")
+
+
+class _Comes:
+    """When a signal has come."""
+
+    def __init__(self) -> None:
+        self._time = -math.inf
+
+    def again(self) -> bool:
+        """Note that it comes; returns whether it is the same one, sent by somebody else as well."""
+        now = time.monotonic()
+        if now - self._time < _AGAIN_S:
+            return True
+        self._time = now
+        return False
 
 
 def _savers(callbacks: Iterable[Any]) -> list[Any]:

@@ -38,7 +38,7 @@ from lightning_gpipe.strategy.rendezvous import (
     leave_world,
     telling_who_waits,
 )
-from lightning_gpipe.strategy.signals import EndOnSigterm, Requeue, SaveOnInterrupt
+from lightning_gpipe.strategy.signals import SIGTERM_CAME, EndOnSigterm, Requeue, SaveOnSignal
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +210,11 @@ class World:
         self._abortable += [*self.groups.all_groups, self.groups.nearby]
         self.trial = Trial(self.groups.pipeline)
         self.generators = SharedGenerators(self.groups.pipeline)
-        self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
+        self._on_sigterm = EndOnSigterm(pass_on, is_interrupted, self._saves)
         environment, self._requeue = rendezvous.environment, None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
-        self._on_interrupt: SaveOnInterrupt | None = None
+        self._on_signal: SaveOnSignal | None = None
         self._told = ExitStack()
         self._told.enter_context(size_told_of(layout.stages, layout.replicas))
 
@@ -297,8 +297,8 @@ class World:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the run ends by Ctrl-C, and all ranks have saved before."""
-        return self._on_interrupt is not None and self._on_interrupt.has_saved
+        """Whether the run ends by Ctrl-C or SIGTERM, and all ranks have saved before."""
+        return self._on_signal is not None and self._on_signal.has_saved
 
     def take_signals(self, callbacks: Iterable[Any] | None = None) -> None:
         """Take the place of Lightning's handlers, which it has just installed.
@@ -306,8 +306,8 @@ class World:
         One process has nobody who waits for it: Lightning's own do then.
 
         Args:
-            callbacks: The Trainer's; None: steps don't begin yet, for the end of which Ctrl-C could
-                wait.
+            callbacks: The Trainer's; None: steps don't begin yet, for the end of which signals
+                could wait.
         """
         if self._layout.world_size == 1:
             return
@@ -316,32 +316,38 @@ class World:
             self._requeue.install()
         if callbacks is None:
             return
-        if self._on_interrupt is None:
-            self._on_interrupt = SaveOnInterrupt(callbacks, rank_zero_info)
-        self._on_interrupt.install()
+        if self._on_signal is None:
+            self._on_signal = SaveOnSignal(callbacks, rank_zero_info)
+        self._on_signal.install()
 
     def heed_signals(self, trainer: Any) -> None:
         """Do between two steps what a signal to any rank asks for. Collective.
 
         What comes in the validation of a fit waits for the next step of training.
 
-        If SLURM has announced the end: save and requeue. On Ctrl-C: save and end, where a callback
-        saves on exceptions.
+        If SLURM has announced the end: save and requeue. On Ctrl-C and SIGTERM: save and end, where
+        a callback saves on exceptions.
 
         Raises:
-            KeyboardInterrupt: In the latter case.
+            KeyboardInterrupt: On Ctrl-C.
+            SIGTERMException: On SIGTERM.
         """
         if trainer.state.fn == TrainerFn.FITTING and not trainer.training:
             return
-        requeue, interrupt = self._requeue, self._on_interrupt
+        requeue, saving = self._requeue, self._on_signal
         if requeue is not None and self.groups.any_of_all(requeue.is_pending):
             requeue.run()
-        if (
-            interrupt is not None
-            and interrupt.is_wanted
-            and self.groups.any_of_all(interrupt.is_pending)
-        ):
-            interrupt.run(trainer)
+        if saving is None or not saving.is_wanted or not self.groups.any_of_all(saving.is_pending):
+            return
+        error: BaseException = KeyboardInterrupt()
+        if self.groups.any_of_all(saving.is_sigterm):
+            self._on_sigterm.tell()
+            error = SIGTERMException(SIGTERM_CAME)
+        saving.run(trainer, error)
+
+    def _saves(self) -> bool:
+        """Whether a SIGTERM that has come waits for the step's end."""
+        return self._on_signal is not None and self._on_signal.on_sigterm()
 
     def _watch(self) -> Watchdog:
         layout, rendezvous = self._layout, self._rendezvous
