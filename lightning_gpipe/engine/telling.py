@@ -119,7 +119,8 @@ def tell(running: Running, trace: StepTrace, groups: Groups) -> None:
                     " `if rank == 0`, and not use what layers or hooks keep of the forward: return"
                     " that with the backbone's output."
                 )
-            if told.numbers != trace.numbers:
+            if told.numbers != trace.numbers and not trace.has_warned:
+                trace.has_warned = True
                 warnings.warn(_OTHER_NUMBERS.format(own=groups.stage, other=source), stacklevel=2)
             if source != groups.stage:
                 trace.values.tell(told.values())

@@ -142,6 +142,7 @@ class StepTrace(TorchFunctionMode):
         self.uses: Uses | None = None
         self.follow: Follow | None = None
         self.is_suspended = self.has_arrived = False  # behind the backbone
+        self.has_warned = False  # of numbers
 
     def begin(self, micro_batch: int) -> None:
         """Begin the step of a micro-batch."""

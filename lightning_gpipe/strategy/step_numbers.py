@@ -22,6 +22,7 @@ from lightning_gpipe.model.redirect import is_transforming
 from lightning_gpipe.model.remote import told
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.tensors import strides
+from lightning_gpipe.tensors.random_state import packed
 
 _FEW, _BYTES = 1 << 12, 1 << 24
 #: Functions whose numbers may tell of a stage's device.
@@ -45,6 +46,8 @@ class StepNumbers:
         marks = [self._mark_of(trace, tensor) for tensor in ran.given]
         known = [mark for mark in marks if mark is not None]
         numbers = [] if ran.name in _OF_DEVICES else [*_numbers((ran.args, ran.kwargs))]
+        if isinstance(generator := ran.kwargs.get("generator"), torch.Generator):
+            numbers.append(str(zlib.crc32(packed(generator))))
         mark = zlib.crc32(repr((known, numbers)).encode())
         is_apart = len(known) == len(marks) and ran.function is not None
         if not is_apart and (known or numbers):
