@@ -59,8 +59,8 @@ class ConsistencyCheck:
                 f"The stages have different losses in the same step, from {lowest[0]:.6g} to"
                 f" {highest[0]:.6g}. The step uses what not every stage has: what layers or hooks"
                 " kept of the forward (return it with the backbone's output), what the reading of"
-                " data has set (the first stage alone reads), a generator of random numbers that the"
-                " step makes without a seed, or the rank."
+                " data has set (the first stage alone reads), a random generator made in the step"
+                " without a seed, or the rank."
             )
         differ = (spread[1:] > WEIGHTS * highest[1:]).nonzero().flatten()
         if len(differ):
