@@ -37,18 +37,12 @@ class EndOnSigterm:
     Args:
         pass_on: Sends a signal to the processes that this one has started.
         is_ending: Whether the run ends already.
-        waits: Called when it comes in training; returns whether all ranks will save and end the run
-            after the step. Again it isn't waited.
     """
 
-    def __init__(
-        self,
-        pass_on: Callable[[int], object],
-        is_ending: Callable[[], bool],
-        waits: Callable[[], bool],
-    ) -> None:
-        self._pass_on, self._is_ending, self._waits = pass_on, is_ending, waits
-        self._comes = _Comes()
+    def __init__(self, pass_on: Callable[[int], object], is_ending: Callable[[], bool]) -> None:
+        self._pass_on, self._is_ending, self._comes = pass_on, is_ending, _Comes()
+        #: What saves after the step if it comes in training; None: nothing does.
+        self.saving: SaveOnSignal | None = None
         self._process = os.getpid()
         self._users: list[Callable[..., Any]] = []
         self._connectors: list[_lightning.SignalConnector] = []
@@ -80,7 +74,8 @@ class EndOnSigterm:
         is_ending, trainers = self._is_ending(), [owner.trainer for owner in self._connectors]
         if not is_ending:
             self._pass_on(number)
-            if any(trainer.training for trainer in trainers) and self._waits():
+            trains = any(trainer.training for trainer in trainers)
+            if trains and self.saving is not None and self.saving.on_sigterm():
                 return
         self.tell()
         if not is_ending:

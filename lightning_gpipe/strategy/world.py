@@ -210,7 +210,7 @@ class World:
         self._abortable += [*self.groups.all_groups, self.groups.nearby]
         self.trial = Trial(self.groups.pipeline)
         self.generators = SharedGenerators(self.groups.pipeline)
-        self._on_sigterm = EndOnSigterm(pass_on, is_interrupted, self._saves)
+        self._on_sigterm = EndOnSigterm(pass_on, is_interrupted)
         environment, self._requeue = rendezvous.environment, None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = Requeue(environment.requeue_signal or signal.SIGUSR1)
@@ -318,6 +318,7 @@ class World:
             return
         if self._on_signal is None:
             self._on_signal = SaveOnSignal(callbacks, rank_zero_info)
+            self._on_sigterm.saving = self._on_signal
         self._on_signal.install()
 
     def heed_signals(self, trainer: Any) -> None:
@@ -344,10 +345,6 @@ class World:
             self._on_sigterm.tell()
             error = SIGTERMException(SIGTERM_CAME)
         saving.run(trainer, error)
-
-    def _saves(self) -> bool:
-        """Whether a SIGTERM that has come waits for the step's end."""
-        return self._on_signal is not None and self._on_signal.on_sigterm()
 
     def _watch(self) -> Watchdog:
         layout, rendezvous = self._layout, self._rendezvous
