@@ -245,23 +245,23 @@ def test_a_batch_is_skipped_as_in_a_plain_trainer(clip: float | None) -> None:
 
 
 class SkipsOnOne(Living):
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, index: int) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank, self.index = rank, index
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)
-        return None if batch_idx == 3 and self.global_rank == self.rank else loss
+        return None if batch_idx == self.index and self.global_rank == self.rank else loss
 
 
-def skipping_on_one(rank: int) -> None:
-    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(SkipsOnOne(rank))
+def skipping_on_one(rank: int, index: int) -> None:
+    trainer(devices=2, max_epochs=1, strategy=GPipeStrategy(3)).fit(SkipsOnOne(rank, index))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_batch_that_one_rank_alone_skips_is_refused(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "index"), [(0, 1), (0, 3), (1, 1), (1, 3)])
+def test_a_batch_that_one_rank_alone_skips_is_refused(rank: int, index: int) -> None:
     with pytest.raises(RankError, match="returned None on some stages and a loss on others"):
-        run_ranks(skipping_on_one, 2, rank)
+        run_ranks(skipping_on_one, 2, rank, index)
 
 
 class Pairs(Living):

@@ -49,12 +49,12 @@ class Draws(models.Module):
     def on_fit_start(self) -> None:
         self.draw()
 
+    def on_train_epoch_start(self) -> None:
+        self.late = np.random.default_rng()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        if batch_idx == 1 and self.late is None:
-            self.late = np.random.default_rng()
-        if self.current_epoch:
-            self.drawn.append(float(self.late.random()))
+        self.drawn.append(float(self.late.random()))
         share = self.draw()
         return functional.mse_loss(self(x * share), y * share)
 
@@ -111,6 +111,9 @@ class Unseeded(Draws):
             x = x + noise
         elif self.kind == "share":
             x = x * float(rng.random())
+        elif self.kind == "seeded":
+            x = x * self.numpy.random() + torch.from_numpy(self.numpy.normal(size=tuple(x.shape)))
+            x = x + torch.rand(x.shape, generator=self.own, dtype=x.dtype, device="cpu").to(x)
         elif self.kind == "torch":
             own = torch.Generator(device="cpu")
             own.seed()
@@ -136,7 +139,14 @@ def warned(kind: str) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "is_told"),
-    [("noise", True), ("share", True), ("torch", True), ("place", True), ("time", False)],
+    [
+        ("noise", True),
+        ("share", True),
+        ("torch", True),
+        ("place", True),
+        ("time", False),
+        ("seeded", False),
+    ],
 )
 def test_numbers_that_differ_are_told_of(kind: str, is_told: bool) -> None:
     assert sum(run_ranks(warned, 2, kind)) == is_told

@@ -19,7 +19,6 @@ from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint
 from tests.in_process import InProcess, check_cuts_and_modes, inputs
 
 WIDTH = 4
-SHARED = np.random.default_rng(11)
 
 
 class Noise(nn.Module):
@@ -33,9 +32,6 @@ class Noise(nn.Module):
         self.held: dict[str, Any] = {"torch": torch.Generator().manual_seed(6)}
         self.deep = SimpleNamespace(rng=random.Random(10))
         self.listed = [random.Random(7), np.random.default_rng(8), np.random.RandomState(9)]
-
-    def of_all(self) -> float:
-        return SHARED.random()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -52,13 +48,11 @@ DRAWS: dict[str, Callable[[Noise], float]] = {
     "its own NumPy generator": lambda noise: float(noise.listed[1].random()),
     "its own RandomState": lambda noise: float(noise.listed[2].random_sample()),
     "of an object": lambda noise: noise.deep.rng.random(),
-    "a global": lambda noise: float(noise.of_all()),
 }
 
 
 def layers_of(draw: str, since: int = 0) -> nn.Sequential:
     torch.manual_seed(0)
-    SHARED.bit_generator.state = np.random.default_rng(11).bit_generator.state
     return nn.Sequential(*(Noise(DRAWS[draw], since) for _ in range(4))).double()
 
 

@@ -338,6 +338,29 @@ def test_sums_divided_by_the_samples_of_a_mini_batch_are_told_of(what: str, is_t
     assert len(texts_of(what, kind=Even)) == is_told
 
 
+class Weighted(Validates):
+    """Weights as many terms as a micro-batch has samples, as by their uncertainty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = nn.Parameter(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.backbone(batch[0])
+        terms = torch.stack([scores.mean(), scores.abs().mean(), scores.square().mean()])
+        self.log("value", (torch.exp(-self.terms) * terms).sum() + self.terms.sum())
+        return scores
+
+
+@pytest.mark.filterwarnings("ignore:The first steps")
+def test_a_sum_of_weighted_terms_is_the_mini_batchs() -> None:
+    assert texts_of("", kind=Weighted) == []
+    expected = told(Weighted, 0)
+    for stages in (1, 2):
+        for found in run_ranks(told, stages, Weighted, stages):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_divisors_of_another_stage_are_compared() -> None:
     assert [*map(len, run_ranks(texts_of, 2, "overlap", 2))] == [1, 0]
     assert run_ranks(texts_of, 2, "by columns", 2) == [[], []]

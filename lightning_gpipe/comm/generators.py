@@ -24,7 +24,7 @@ class States(NamedTuple):
 
 
 class SharedGenerators:
-    """Lets all stages go on from the first one's generators. The state travels when it has moved.
+    """Lets all stages go on from the first one's generators. States travel when one has moved.
 
     Args:
         channel: The pipeline's object channel.
@@ -78,13 +78,17 @@ class SharedGenerators:
             if key in self._own:
                 set_packed(self._own[key], state)
 
+    def look(self) -> None:
+        """Look for the user's own again: an epoch may begin with others."""
+        self._own = self._find()
+
     def share(self) -> None:
         """Go on from the first stage's state: code may have drawn on one rank alone. Collective."""
         if self.channel.is_alone:
             return
         self._steps += 1
         if is_due(self._steps):  # code may hold others than at the beginning
-            self._own = self._find()
+            self.look()
         if self.channel.index == 0:
             self.channel.broadcast("generators", self.news(), source=0)
         else:

@@ -156,7 +156,10 @@ class Mixing:
         return first
 
     def _mixer_of(self, inputs: Tree, changed: Tree, samples: int, run: _Run) -> int | None:
-        """The same for one way; None: they are apart behind the last layer."""
+        """The same for one way.
+
+        None: they are apart behind the last layer, or one gives something else each time.
+        """
         found, one, other = None, inputs, changed
         for index in self._layers:
             given, one, other = one, run(index, one), run(index, other)

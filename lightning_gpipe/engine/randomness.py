@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpipe.model.layer_state import generators_of
+from lightning_gpipe.model.layer_state import generators_held
 from lightning_gpipe.tensors.random_state import seed_own, seed_torch
 
 _CLOSE_LOOKS = 2  # calls in which every layer is watched
@@ -68,9 +68,7 @@ class LayerRandomness:
         self._device, self._is_alone = device, is_alone
         self._all, self._first = frozenset(layers), min(layers, default=0)
         self._own = {
-            index: [
-                (generator, _first_seed(generator)) for generator in generators_of(layer).values()
-            ]
+            index: [(generator, _first_seed(generator)) for generator in generators_held(layer)]
             for index, layer in layers.items()
         }
         self._draw: set[int] = set()

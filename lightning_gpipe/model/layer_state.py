@@ -44,7 +44,6 @@ from lightning_gpipe.tensors.random_state import is_generator
 
 #: Objects of a layer, and entries of a container, up to which they are looked at.
 _OBJECTS, _ENTRIES = 5000, 1000
-_GENERATORS = 64  # of a module, of which more would take long to share
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 _PLAIN = (int, float, complex, str, bytes, type(None), BuiltinFunctionType)
@@ -95,22 +94,30 @@ def own_places(module: nn.Module, without: nn.Module) -> list[Place]:
     return [p for p in places if not _is_foreign(p) and not p.name.startswith(foreign)]
 
 
+def generators_held(layer: nn.Module) -> list[Any]:
+    """The random generators in a layer's attributes, and in what these hold."""
+    walk = _Walk(layer, None, functions=False)
+    return [generator for _, generator in walk.generators]
+
+
 def generators_of(
-    module: nn.Module, without: nn.Module | None = None, beside: Mapping[str, Any] = _NONE
+    module: nn.Module, without: nn.Module, beside: Mapping[str, Any]
 ) -> dict[tuple[str, int], Any]:
-    """The random generators that a layer, or another module, holds; see :func:`places_of`.
+    """The random generators that code of a module and of other objects can draw from.
+
+    Those are what they hold, and globals and outer variables that their functions name.
 
     Args:
         module: The module.
         without: One in it that isn't looked at, nor those inside it.
-        beside: Other objects that are looked at as well, by their names.
+        beside: The other objects, by their names.
 
     Returns:
         They by how the module calls them, and how many are called so before.
     """
     count = Counter[str]()
     found = dict[tuple[str, int], Any]()
-    for name, generator in _Walk(module, without, beside).generators[:_GENERATORS]:
+    for name, generator in _Walk(module, without, beside).generators:
         found[name, count[name]] = generator
         count[name] += 1
     return found
@@ -184,11 +191,17 @@ class _Walk:
         layer: The layer.
         without: A module that isn't looked at.
         beside: Other objects, by their names.
+        functions: Whether to look at what functions and classes name.
     """
 
     def __init__(
-        self, layer: nn.Module, without: nn.Module | None, beside: Mapping[str, Any] = _NONE
+        self,
+        layer: nn.Module,
+        without: nn.Module | None,
+        beside: Mapping[str, Any] = _NONE,
+        functions: bool = True,
     ) -> None:
+        self._functions = functions
         self.places: list[Place] = []
         self.generators: list[tuple[str, Any]] = []
         self._seen = set(map(id, without.modules())) if without is not None else set[int]()
@@ -209,10 +222,10 @@ class _Walk:
             self._seen.add(id(part))
             self._add(inner or type(part).__name__, part)
             kinds = [kind for kind in type(part).__mro__ if not _is_others(kind)]
-            if kinds:  # else PyTorch's own
+            if kinds or not self._functions:  # else PyTorch's own
                 attributes = [(k, v) for k, v in vars(part).items() if k not in OF_MODULES]
                 self._left += [(f"{inner}.{k}" if inner else k, v) for k, v in attributes]
-            for kind in filterfalse(_is_installed, kinds):
+            for kind in filterfalse(_is_installed, kinds if self._functions else ()):
                 self._look_at_class(kind.__name__, kind)
 
     def _look_at_class(self, name: str, kind: type) -> None:
@@ -234,6 +247,8 @@ class _Walk:
             return
         for inner in _inside(kind, value):
             self._left.append((name, inner))
+        if issubclass(kind, (FunctionType, type)) and not self._functions:
+            return
         if issubclass(kind, FunctionType):
             self._look_into(value)
         elif issubclass(kind, (Tensor, np.ndarray)):

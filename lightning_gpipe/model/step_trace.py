@@ -242,7 +242,7 @@ class StepTrace(TorchFunctionMode):
         draws = may_draw(name)
         # a generator that only some stages draw from goes on alike on all
         generator = kwargs.get("generator") if given else None
-        goes_on = state_behind(generator) if generator is not None else None
+        goes_on = state_behind(generator) if isinstance(generator, torch.Generator) else None
         if where is None or self.stage in where:
             if draws:
                 self._seed(self.micro_batch, self._calls)
@@ -262,7 +262,7 @@ class StepTrace(TorchFunctionMode):
             return True  # the stage that has them looks
         else:
             result = self._remotely(func, name, args, kwargs, given, where)
-        if generator is not None:
+        if generator is not None and goes_on is not None:
             generator.set_state(goes_on)
         made = tensors_in(result)
         if is_kept:

@@ -1,7 +1,8 @@
 """Looks whether a step computes samples together, where it sees those of a micro-batch alone.
 
 Then the loss of a mini-batch isn't the mean of its micro-batches' losses. The functions of the
-first micro-batch's step are noted, and run again with samples exchanged; see :mod:`.replay`.
+first micro-batch's step are noted, and run again with samples exchanged; see :mod:`.replay`. And
+the numbers that these are given are compared among stages; see :mod:`.step_numbers`.
 """
 
 from __future__ import annotations
@@ -155,6 +156,8 @@ class Exchange:
         if found.mixes:
             found = self._find(names=True)
         self.forget()
+        if not self._looks:
+            return None
         if found.before is not None and self._groups.is_first:
             by = f": '{found.before}' makes something of several" if found.before else ""
             self._tell("", _BEFORE.format(by=by))
@@ -179,7 +182,7 @@ class Exchange:
         """
         known = [told(loss) for loss in losses if loss is not None]
         finite = [bool(loss.isfinite().all()) for loss in known]
-        if self._groups.is_last and any(finite) and not all(finite):
+        if self._looks and self._groups.is_last and any(finite) and not all(finite):
             self._tell(_NOTHING, _NOTHING.format(m=finite.index(False)))
 
     def _find(self, names: bool) -> _Found:

@@ -62,6 +62,7 @@ class PipelineLoader:
         what hooks draw until the first batch is read.
         """
         shared = self._shared()
+        shared.look()
         if shared.channel.index == 0:
             batches = self._begin(shared)
             return self._read(batches, shared)

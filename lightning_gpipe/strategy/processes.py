@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe.comm.generators import SharedGenerators
 from lightning_gpipe.failure.deadlines import Deadlines
 from lightning_gpipe.failure.reason import Failure
 from lightning_gpipe.model.parameters import materialize
@@ -241,10 +240,8 @@ class ProcessesStrategy(PlacedStrategy):
         if self.stages == 1:
             return dataloader
         _lightning.seed_workers(dataloader, self._layout.replica)  # not by the process
-        return PipelineLoader(dataloader, self._generators, self._layout, self._settings)
-
-    def _generators(self) -> SharedGenerators:
-        return self._connected.generators
+        layout, settings = self._layout, self._settings
+        return PipelineLoader(dataloader, lambda: self._connected.generators, layout, settings)
 
     @override
     def model_to_device(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from types import NoneType
 from typing import Any, cast
 
@@ -52,6 +53,8 @@ from lightning_gpipe.strategy.places import PlacedStrategy
 from lightning_gpipe.strategy.reader import hooks_see_replicas
 from lightning_gpipe.strategy.skipping import agreed
 from lightning_gpipe.strategy.world import World
+
+_GENERATORS = 64  # of the user's own, of which more would take long to share
 
 
 class Run:
@@ -265,8 +268,8 @@ class Run:
         try:
             with (
                 self._world.guarded(),
-                self._logs.compared(),
                 self.pipeline.backward(loss, retain, not self._accumulating) as own,
+                self._logs.compared(),
             ):
                 yield own
         finally:
@@ -387,4 +390,5 @@ def _generators(trainer: pl.Trainer, backbone: str) -> dict[Any, Any]:
     module = trainer.lightning_module
     others = [getattr(trainer, "datamodule", None), *vars(trainer)["callbacks"]]
     beside = {f"{type(other).__name__} {i}": other for i, other in enumerate(others)}
-    return generators_of(module, module.get_submodule(backbone), beside)
+    found = generators_of(module, module.get_submodule(backbone), beside)
+    return dict(islice(found.items(), _GENERATORS))

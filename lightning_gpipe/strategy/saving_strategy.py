@@ -124,6 +124,11 @@ class SavingStrategy(ProcessesStrategy):
             self._is_ending = False
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._connected.end_steps()
+
+    @override
     def teardown(self) -> None:
         try:  # what is saved in the background needs the groups
             if self._settings.save_distributed_checkpoint and not self.is_interrupted:

@@ -1,6 +1,7 @@
 """Signals: SIGTERM ends a run on all ranks; a requeue waits for a step's end.
 
-So do SIGTERM and Ctrl-C where a callback saves on exceptions, since all ranks must save together.
+Where a callback saves on exceptions, Ctrl-C, and SIGTERM in training, wait for that as well: all
+ranks must save together.
 
 Lightning's own handlers wait for other ranks in the middle of a step, where they may wait for this
 one. Lightning puts the user's handlers back after the run.
@@ -34,13 +35,15 @@ _AGAIN_S = 0.5  # in which the same signal may come from a group, a wrapper and 
 class EndOnSigterm:
     """Raises in the main thread when SIGTERM comes, and passes it on to the processes it started.
 
+    Where something will be saved after the step, it does so when SIGTERM comes once more.
+
     Args:
         pass_on: Sends a signal to the processes that this one has started.
         is_ending: Whether the run ends already.
     """
 
     def __init__(self, pass_on: Callable[[int], object], is_ending: Callable[[], bool]) -> None:
-        self._pass_on, self._is_ending, self._comes = pass_on, is_ending, _Comes()
+        self._pass_on, self._is_ending, self._repeats = pass_on, is_ending, _Repeats()
         #: What saves after the step if it comes in training; None: nothing does.
         self.saving: SaveOnSignal | None = None
         self._process = os.getpid()
@@ -69,14 +72,14 @@ class EndOnSigterm:
             return
         for handler in self._users:
             handler(number, frame)
-        if self._comes.again():
+        if self._repeats.is_one():
             return
         is_ending, trainers = self._is_ending(), [owner.trainer for owner in self._connectors]
         if not is_ending:
-            self._pass_on(number)
             trains = any(trainer.training for trainer in trainers)
             if trains and self.saving is not None and self.saving.on_sigterm():
-                return
+                return  # all ranks hear of it behind the step
+            self._pass_on(number)
         self.tell()
         if not is_ending:
             raise SIGTERMException(SIGTERM_CAME)
@@ -134,7 +137,7 @@ class SaveOnSignal:
         self._process = os.getpid()
         self._savers = _savers(callbacks)
         self._before: Any = signal.SIG_DFL
-        self._comes = _Comes()
+        self._repeats = _Repeats()
 
     @property
     def is_wanted(self) -> bool:
@@ -150,8 +153,8 @@ class SaveOnSignal:
             signal.signal(signal.SIGINT, self)
 
     def __call__(self, number: int, frame: object) -> None:
-        """Note the first, and let the second through."""
-        if os.getpid() == self._process and self._comes.again():
+        """Note the first Ctrl-C, and let the second through."""
+        if os.getpid() == self._process and self._repeats.is_one():
             return
         if self.is_pending or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
@@ -175,7 +178,9 @@ class SaveOnSignal:
             trainer: The Trainer.
             error: The exception, which is raised.
         """
-        signal.signal(signal.SIGINT, self._before)
+        installed: Any = signal.getsignal(signal.SIGINT)
+        if installed == self:
+            signal.signal(signal.SIGINT, self._before)
         for callback in self._savers:
             callback.on_exception(trainer, trainer.lightning_module, error)
         self.has_saved = True
@@ -199,7 +204,7 @@ class LetChildrenSave:
         self._say = say
         self._process = os.getpid()
         self._before: Any = None
-        self._comes = _Comes()
+        self._repeats = _Repeats()
         self._limit = threading.Timer(_SAVING_S, os.kill, (self._process, signal.SIGINT))
         self._limit.daemon = True
 
@@ -231,7 +236,7 @@ class LetChildrenSave:
 
     def __call__(self, number: int, frame: object) -> None:
         """Note the first, and let the second through."""
-        if os.getpid() == self._process and self._comes.again():
+        if os.getpid() == self._process and self._repeats.is_one():
             return
         if self._limit.is_alive() or os.getpid() != self._process:
             signal.signal(signal.SIGINT, self._before)
@@ -241,14 +246,14 @@ class LetChildrenSave:
         self._say(f"Ctrl-C: waits {_SAVING_S:.0f} s at most until the run's processes have ended.")
 
 
-class _Comes:
-    """When a signal has come."""
+class _Repeats:
+    """Tells a signal from the same one, which somebody else has sent as well."""
 
     def __init__(self) -> None:
         self._time = -math.inf
 
-    def again(self) -> bool:
-        """Note that it comes; returns whether it is the same one, sent by somebody else as well."""
+    def is_one(self) -> bool:
+        """Note that a signal comes; returns whether it is the same one again."""
         now = time.monotonic()
         if now - self._time < _AGAIN_S:
             return True

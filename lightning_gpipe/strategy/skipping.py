@@ -18,8 +18,8 @@ _ONE_ALONE = (
 def agreed(step: Callable[..., Any], trainer: pl.Trainer, groups: Groups) -> Callable[..., Any]:
     """A training step that returns None on all ranks, or on none.
 
-    Those of other replicas may not skip a batch, and in the last of several that accumulate
-    gradients the stages sum them.
+    Those of other replicas can't skip a batch with it. Where gradients accumulate, the stages sum
+    them in the backward of the last batch, which so can't be skipped.
 
     Args:
         step: The step of a mini-batch.

@@ -45,7 +45,8 @@ class StepNumbers:
             return
         marks = [self._mark_of(trace, tensor) for tensor in ran.given]
         known = [mark for mark in marks if mark is not None]
-        numbers = [] if ran.name in _OF_DEVICES else [*_numbers((ran.args, ran.kwargs))]
+        kwargs = {name: value for name, value in ran.kwargs.items() if name != "device"}
+        numbers = [] if ran.name in _OF_DEVICES else [*_numbers((ran.args, kwargs))]
         if isinstance(generator := ran.kwargs.get("generator"), torch.Generator):
             numbers.append(str(zlib.crc32(packed(generator))))
         mark = zlib.crc32(repr((known, numbers)).encode())
@@ -72,6 +73,8 @@ class StepNumbers:
 
 def _mark_of_bits(tensor: Tensor) -> int:
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    if tensor.is_nested or tensor.is_quantized:
+        return 0
     if not is_plain or tensor.device.type != "cpu" or tensor.nbytes > _BYTES:
         return 0
     with torch._C.DisableTorchFunction():  # the step doesn't call this

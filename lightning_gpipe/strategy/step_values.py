@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT
@@ -52,6 +52,7 @@ from lightning_gpipe.strategy.step_rows import (
 )
 
 _MIXED = Mixed()
+_FEW = 64  # elements of what is the same for all samples, and told as a mean is
 #: Functions of all elements that give something else for a mini-batch than the mean of its parts'.
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
 _OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
@@ -79,6 +80,7 @@ class StepValues:
         self._chosen = set[int]()  # numbers of rows that a step has chosen
         self._aliases = Aliases()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
+        self._fixed: dict[int, ref[Tensor]] = {}  # computed of parameters alone, by id
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these
         #: Of the micro-batch whose step runs, and whether it is trained by.
@@ -94,6 +96,7 @@ class StepValues:
         self._parted.clear()
         self._chosen.clear()
         self._aliases.clear()
+        self._fixed.clear()
         self.of_calls.clear()
 
     def give(self, call: Call, values: Any) -> None:
@@ -104,6 +107,9 @@ class StepValues:
     def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function of a step has made; see :data:`step_trace.Follow`."""
         name, given, made = ran.name, ran.given, ran.made
+        if ran.is_free and given and all(map(self._is_fixed, given)):
+            self._fixed.update((id(tensor), ref(tensor)) for tensor in made)
+            return
         recipes: dict[int, Recipe | None] = {}
         if self._known:
             recipes = {id(t): self.recipe_of(t) for t in given if id(t) in self._known}
@@ -115,6 +121,7 @@ class StepValues:
         self._aliases.note(ran)
         means = [t for t in given if is_known_mean(t) and not t.ndim]
         means = [t for t in means if recipes.get(id(t)) is None]
+        fixed = [t for t in given if t.numel() <= _FEW and self._is_fixed(t)]
         if not known and (not means or _may_be_mean(ran.result)):  # as of most functions
             if isinstance(ran.result, Tensor):
                 found = self._reduced(trace, ran, ran.result)
@@ -150,8 +157,9 @@ class StepValues:
             for tensor in made:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
-        elif is_free and _MIXED not in known and len(known) + len(means) == len(given):
-            recipes.update((id(t), Mean(trace.values.keep(t), tensor=ref(t))) for t in means)
+        elif is_free and _MIXED not in known and len(known) + len(means) + len(fixed) == len(given):
+            same = (*means, *fixed)  # a mean of what is the same for all samples is that
+            recipes.update((id(t), Mean(trace.values.keep(t), tensor=ref(t))) for t in same)
             for tensor, found in zip(made, computed(ran, recipes, is_of_metrics), strict=True):
                 self._note(tensor, found)
         elif is_of_metrics:
@@ -184,6 +192,11 @@ class StepValues:
         if ran.name not in _TOGETHER and (ran.name not in ADD or of_one < 2):
             self._of_one.update((id(tensor), ref(tensor)) for tensor in ran.made)
         return True
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or computed of such alone."""
+        found = self._fixed.get(id(tensor))
+        return type(tensor) is nn.Parameter or (found is not None and found() is tensor)
 
     def _is_of_one(self, tensor: Tensor) -> bool:
         found = self._of_one.get(id(tensor))

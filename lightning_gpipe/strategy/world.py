@@ -318,8 +318,12 @@ class World:
             return
         if self._on_signal is None:
             self._on_signal = SaveOnSignal(callbacks, rank_zero_info)
-            self._on_sigterm.saving = self._on_signal
+        self._on_sigterm.saving = self._on_signal
         self._on_signal.install()
+
+    def end_steps(self) -> None:
+        """Let no SIGTERM wait any more for the end of a step of training."""
+        self._on_sigterm.saving = None
 
     def heed_signals(self, trainer: Any) -> None:
         """Do between two steps what a signal to any rank asks for. Collective.

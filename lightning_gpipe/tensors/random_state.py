@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -122,33 +122,47 @@ def seed_torch(device: torch.device, seed: int) -> None:
 
 def state_behind(generator: torch.Generator) -> Tensor:
     """A state for a generator after a call, whatever that draws; it depends on the one before."""
-    seed = zlib.crc32(generator.get_state().numpy().tobytes())
+    state = generator.get_state().numpy().tobytes()
+    seed = int.from_bytes(blake2b(state, digest_size=8).digest(), "little") >> 1
     return torch.Generator(generator.device).manual_seed(seed).get_state()
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of torch, Python or NumPy, and has a state."""
+    """Whether a value is a generator of torch, Python or NumPy that has a state.
+
+    Not one of the common generators, which their modules' functions draw from.
+    """
     kind = type(value)  # a proxy claims to be of another class
-    if issubclass(kind, random.SystemRandom):
-        return False
-    return issubclass(kind, (torch.Generator, random.Random)) or _is_of_numpy(
+    is_one = issubclass(kind, (torch.Generator, random.Random)) or _is_of_numpy(
         kind, "Generator", "RandomState"
     )
+    if not is_one or issubclass(kind, random.SystemRandom):
+        return False
+    modules = [random] if (numpy := _numpy()) is None else [random, numpy.random]
+    common = [torch.default_generator, *(getattr(m.random, "__self__", None) for m in modules)]
+    return all(value is not one for one in common)
 
 
 def packed(generator: Any) -> bytes:
     """The state of a generator that somebody holds; the same bytes for the same state."""
-    return pickle.dumps(_state(generator))
+    state = _state(generator)
+    if isinstance(state, Tensor):
+        state = state.numpy().tobytes()
+    return pickle.dumps((type(generator).__name__, state))
 
 
-def set_packed(generator: Any, state: bytes) -> None:
-    """Put a generator into the state of one of its kind.
+def set_packed(generator: Any, packed: bytes) -> None:
+    """Put a generator into the state of one of its kind; of another kind it isn't touched.
 
     Args:
         generator: The generator.
-        state: What :func:`packed` returned.
+        packed: What :func:`packed` returned.
     """
-    _set_state(generator, pickle.loads(state))
+    kind, state = pickle.loads(packed)
+    if isinstance(state, bytes):
+        state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if kind == type(generator).__name__:
+        _set_state(generator, state)
 
 
 def seed_own(generator: Any, seed: int) -> None:
