@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import warnings
 import weakref
 from typing import Any
@@ -454,6 +455,27 @@ def test_it_is_said_once_why_a_loss_is_not_looked_at(
 def test_nothing_is_said_of_a_loss_that_is_looked_at(caplog: Any) -> None:
     assert texts_of("two views") == []
     assert "can't be checked" not in caplog.text
+
+
+def said_on_replicas() -> list[str]:
+    """What a run of two replicas logs, of which the first one's steps are looked at."""
+    said, log = list[str](), logging.getLogger("lightning.pytorch")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    module = type("Kind", (Step,), {"loss": lambda m, x, y: F.cross_entropy(scores_of(m, x), y)})()
+    data = TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(CLASSES, (SAMPLES,)))
+    strategy = GPipeStrategy(2, stages=1, step="micro-batch", backbone="body")
+    try:
+        train(module, DataLoader(data, 4), strategy=strategy, devices=2, max_epochs=2)
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_replicas_that_are_not_looked_at_say_nothing() -> None:
+    for said in run_ranks(said_on_replicas, 2):
+        assert not any("can't be checked" in text for text in said)
 
 
 def test_a_function_without_a_name_is_told_of(monkeypatch: Any) -> None:

@@ -53,22 +53,26 @@ class StepNumbers:
         is_apart = len(known) == len(marks) and ran.function is not None
         if not is_apart and (known or numbers):
             trace.numbers = zlib.crc32(str(mark).encode(), trace.numbers)
-        changed = () if ran.is_free else ran.given[:1]
-        for tensor in (*changed, *ran.made):
+        # parameters and buffers, which may be moved to other stages, must have no weak references
+        changed = [t for t in ran.given[:1] if not ran.is_free and self._find(t) is not None]
+        new = [t for t in ran.made if all(t is not other for other in ran.given)]
+        for tensor in (*changed, *new):
             self._known[id(tensor)] = weakref.ref(tensor), mark if is_apart else None
+
+    def _find(self, tensor: Tensor) -> tuple[weakref.ref[Tensor], int | None] | None:
+        found = self._known.get(id(tensor))
+        return found if found is not None and found[0]() is tensor else None
 
     def _mark_of(self, trace: StepTrace, tensor: Tensor) -> int | None:
         """What tells a tensor from others that all stages compute by themselves; None: it is none.
 
         That of what the step hasn't made is of its bits, where these are in host memory.
         """
-        found = self._known.get(id(tensor))
-        if found is not None and found[0]() is tensor:
+        if (found := self._find(tensor)) is not None:
             return found[1]
         is_own = trace.where(tensor) is None and not tensor.requires_grad
-        mark = _mark_of_bits(told(tensor)) if is_own and type(tensor) is not nn.Parameter else None
-        self._known[id(tensor)] = weakref.ref(tensor), mark
-        return mark
+        is_own = is_own and type(tensor) is not nn.Parameter
+        return _mark_of_bits(told(tensor)) if is_own else None
 
 
 def _mark_of_bits(tensor: Tensor) -> int:

@@ -108,7 +108,8 @@ class StepValues:
         """Note what a function of a step has made; see :data:`step_trace.Follow`."""
         name, given, made = ran.name, ran.given, ran.made
         if ran.is_free and given and all(map(self._is_fixed, given)):
-            self._fixed.update((id(tensor), ref(tensor)) for tensor in made)
+            new = [t for t in made if all(t is not other for other in given)]  # not a parameter
+            self._fixed.update((id(tensor), ref(tensor)) for tensor in new)
             return
         recipes: dict[int, Recipe | None] = {}
         if self._known:

@@ -1,10 +1,11 @@
-"""Signals that come while a Trainer evaluates, with no training step that could heed them."""
+"""Signals that come where no training step could heed them, and what is done with others."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy.signals import EndOnSigterm, SaveOnSignal
 from tests.models import Module
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_ranks
 from tests.training import trainer
 
 
@@ -86,3 +88,41 @@ def interrupt(folder: Path) -> None:
 
 def test_the_first_interrupt_ends_it(tmp_path: Path) -> None:
     run_ranks(interrupt, 2, tmp_path)
+
+
+class SendsLate(Callback):
+    """Sends SIGTERM to its process when the steps are over."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_late(folder: Path) -> None:
+    trainer(
+        devices=2,
+        strategy=GPipeStrategy(4),
+        callbacks=[SendsLate(), OnExceptionCheckpoint(folder)],
+        max_steps=2,
+        enable_checkpointing=True,
+    ).fit(Module())
+    print("it went on", flush=True)
+
+
+def test_a_sigterm_behind_the_last_step_ends_the_run(tmp_path: Path) -> None:
+    """Nothing comes that could heed it later."""
+    for process in start_ranks(terminate_late, 2, tmp_path, tmp_path):
+        process.join(60)
+        assert process.exitcode not in (0, None)
+    assert not any("it went on" in (tmp_path / str(rank)).read_text() for rank in range(2))
+
+
+def test_a_sigterm_that_waits_is_not_passed_on() -> None:
+    """Another process may have got it long before, and take it for the second one."""
+    passed = list[int]()
+    handler = EndOnSigterm(passed.append, lambda: False)
+    handler.saving = SaveOnSignal([OnExceptionCheckpoint(".")], lambda _: None)
+    in_training = SimpleNamespace(trainer=SimpleNamespace(training=True))
+    handler._connectors = [in_training]  # type: ignore[list-item]
+    handler(signal.SIGTERM, None)
+    assert handler.saving.is_sigterm
+    assert passed == []
