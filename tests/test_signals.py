@@ -90,18 +90,19 @@ def test_the_first_interrupt_ends_it(tmp_path: Path) -> None:
     run_ranks(interrupt, 2, tmp_path)
 
 
-class SendsLate(Callback):
+class SendsLate(GPipeStrategy):
     """Sends SIGTERM to its process when the steps are over."""
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def teardown(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+        super().teardown()
 
 
 def terminate_late(folder: Path) -> None:
     trainer(
         devices=2,
-        strategy=GPipeStrategy(4),
-        callbacks=[SendsLate(), OnExceptionCheckpoint(folder)],
+        strategy=SendsLate(4),
+        callbacks=[OnExceptionCheckpoint(folder)],
         max_steps=2,
         enable_checkpointing=True,
     ).fit(Module())
