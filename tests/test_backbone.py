@@ -116,7 +116,7 @@ def redirected() -> nn.Module:
     [
         (Own(*layers()), "must be an nn.Sequential that keeps nn.Sequential.forward"),
         (redirected(), "must be an nn.Sequential that keeps nn.Sequential.forward"),
-        (nn.ModuleDict({"a": nn.Linear(2, 2)}), "is a ModuleDict, which GPipe can't cut"),
+        (nn.Linear(2, 2), "is a Linear, which GPipe can't cut"),
         (nn.Sequential(), "has no layers"),
     ],
 )
@@ -194,6 +194,19 @@ def test_names_of_backbones() -> None:
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     assert find_backbone(module(encoder=encoder), None) == "encoder.layers"
     assert find_backbone(module(body=nn.ModuleList(layers())), "body") == "body"
+
+
+def test_a_dictionary_of_blocks_is_taken_if_there_is_nothing_else() -> None:
+    blocks = nn.ModuleDict({f"block{i}": nn.Linear(4, 4) for i in range(3)})
+    assert find_backbone(module(net=module(blocks=blocks), head=nn.Linear(4, 2)), None) == (
+        "net.blocks"
+    )
+    assert find_backbone(module(blocks=blocks, body=nn.Sequential(*layers())), None) == "body"
+    assert find_backbone(module(blocks=blocks, body=nn.Sequential(*layers())), "blocks") == "blocks"
+    unlike = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+    for other in (unlike, nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})):
+        with pytest.raises(ValueError, match="has no backbone"):
+            find_backbone(module(parts=other, body=nn.Linear(9, 9)), None)
 
 
 @pytest.mark.parametrize(

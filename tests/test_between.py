@@ -1233,6 +1233,42 @@ class Adds(nn.Linear):
         return super().forward(hidden) + other
 
 
+class ByKeys(Loop):
+    """Loops over an nn.ModuleDict's keys, values and items."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = nn.ModuleDict({f"block {i}": self.block(i) for i in range(self.count)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        ways: list[Any] = [
+            [self.blocks[name] for name in self.blocks],
+            self.blocks.values(),
+            (block for _, block in self.blocks.items()),
+        ]
+        for i, block in enumerate(ways[self.global_step % 3]):
+            hidden = self.one(i, block, hidden)
+        assert list(self.blocks) == list(self.blocks.keys()) == list(dict(self.blocks.items()))
+        assert len(self.blocks) == self.count
+        assert "block 1" in self.blocks
+        return self.head(hidden)
+
+
+class ByKeysDrops(ByKeys):
+    """Skips the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        if self.global_step % 2:
+            for name in self.blocks:
+                hidden = hidden if name == "block 4" else self.blocks[name](hidden).tanh()
+        else:
+            for name, block in self.blocks.items():
+                hidden = hidden if name == "block 4" else block(hidden).tanh()
+        return self.head(hidden)
+
+
 class DropsNothing(Loop):
     """Changes in place what dropout has handed through."""
 
@@ -1313,7 +1349,7 @@ WORK = (
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
     *(CollectedForNothing, ByForward, WrapsForwards, OutIndices, OutOfThree),
-    LastOnly,
+    *(LastOnly, ByKeys, ByKeysDrops),
     *(Drops, DropsWhole, DropsMost, DropsIndexed, DropsBehind, DropsByChance),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
@@ -1470,6 +1506,22 @@ def test_what_loops_over_itself_is_of_its_class_again() -> None:
     assert taken is not Flows
     assert (copied, layer, type(module.blocks)) == (Flows, Coupling, Flows)
     assert type(pickle.loads(pickle.dumps(module.blocks))) is Flows
+
+
+def test_a_dictionary_is_one_again() -> None:
+    module = ByKeys()
+    during = []
+
+    def look(*_: Any) -> None:
+        during.append((copy.deepcopy(module.blocks), str(module.blocks)))
+
+    module.on_train_batch_end = look  # type: ignore[method-assign]
+    train(module, max_steps=1, strategy=GPipeStrategy(2))
+    ((copied, printed),) = during
+    assert type(copied) is type(module.blocks) is nn.ModuleDict
+    assert vars(copied).keys() == vars(module.blocks).keys()
+    assert type(copied["block 1"]) is nn.Linear
+    assert printed == str(module.blocks)
 
 
 def test_a_loop_may_go_backwards_on_one_stage() -> None:

@@ -29,10 +29,11 @@ def find_backbone(
         name: Dotted name given by the user; ``None``: take the only :class:`Blocks`; an
             ``nn.ModuleList`` that holds more parameters than any ``nn.Sequential``; the only
             outermost ``nn.Sequential`` of two or more layers, or the one that has the layers of all
-            others; the one that is called ``backbone`` and holds more than half of the parameters;
-            or the one that holds 80 % of the parameters and of the operations, or where these
-            aren't known 95 % of the parameters, if it isn't frozen. Frozen copies of another one,
-            such as a teacher's that follows it, don't count.
+            others, or if there is none an ``nn.ModuleDict`` that holds more than half of the
+            parameters in modules of one class; the one that is called ``backbone`` and holds more
+            than half of the parameters; or the one that holds 80 % of the parameters and of the
+            operations, or where these aren't known 95 % of the parameters, if it isn't frozen.
+            Frozen copies of another one, such as a teacher's that follows it, don't count.
         flops: Operations of a forward in every submodule by dotted name, if they are known.
 
     Raises:
@@ -52,10 +53,13 @@ def find_backbone(
     largest = max(lists, key=lambda key: lists[key], default=None)
     if largest is not None and lists[largest] > max(shares.values(), default=0.0):
         return largest
+    if not candidates and len(named := list(_dicts(module))) == 1:
+        return named[0]
     if not candidates:
         raise ValueError(
             f"{type(module).__name__} has no backbone: GPipe needs an nn.Sequential, or an"
-            " nn.ModuleList that the model loops over, of two or more layers to cut into stages."
+            " nn.ModuleList or nn.ModuleDict that the model loops over, of two or more layers to"
+            " cut into stages."
             " Build the model's body as one, for example `self.backbone = nn.Sequential(*blocks)`,"
             f" and call it in the step.{_with_own_forward(module)}"
         )
@@ -182,7 +186,8 @@ def _checked(module: nn.Module, name: str) -> str:
         raise ValueError(
             f"backbone={name!r} is a {type(body).__name__}, which GPipe can't cut: it must be an"
             " nn.Sequential that keeps nn.Sequential.forward, or whose own one loops over it, an"
-            f" nn.ModuleList that the model loops over, or lightning_gpipe.Blocks. {_found(module)}"
+            " nn.ModuleList or nn.ModuleDict that the model loops over, or lightning_gpipe.Blocks."
+            f" {_found(module)}"
         )
     if not body._modules:
         raise ValueError(f"backbone={name!r} has no layers: name one that has some.")
@@ -229,6 +234,15 @@ def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield f"{prefix}{key}", child
         else:
             yield from _lists(child, f"{prefix}{key}.")
+
+
+def _dicts(module: nn.Module) -> Iterator[str]:
+    """The ``nn.ModuleDict`` that hold most of the parameters in modules of one class."""
+    total = parameter_count([module])
+    for name, part in module.named_modules():
+        is_of_one = len({type(child) for child in part.children()}) == 1
+        if type(part) is nn.ModuleDict and len(part) > 1 and is_of_one:
+            yield from [name] if parameter_count([part]) > total / 2 else []
 
 
 #: What a Trainer calls, and what these call.

@@ -1,110 +1,17 @@
-"""Layers that a model calls in a loop, with more than one argument: a Transformer's blocks.
-
-The model's loop can't be cut, but it can be listened to. In the pipeline it meets stand-ins, which
-note what each block is called with and return a promise in place of the block's output. The call of
-the last one runs all blocks, on all stages.
-"""
+"""Layers that a model calls in a loop, with more than one argument: a Transformer's blocks."""
 
 from __future__ import annotations
 
 import copyreg
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
-from types import NoneType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from lightning_gpipe.model.capturing import not_capturing
-from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
-from lightning_gpipe.model.layer_state import places_of
-from lightning_gpipe.model.looks import Looks
-from lightning_gpipe.model.loop import Loop
-from lightning_gpipe.model.parameters import layers_of
-from lightning_gpipe.model.promise import CONDITION, Promise, Unknown, with_known
-from lightning_gpipe.model.returns import Returns
-from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.model.stand_in import StandIn, StandIns, stand_in
-from lightning_gpipe.model.watched import WatchedPlace
-
-#: Runs all blocks: called with the first one's value and how each is run.
-RunBlocks: TypeAlias = Callable[[Any, RunLayer], Any]
-
-#: The attributes of a list whose loops are listened to.
-_OWN = "as_tuple", "_listener", "_before"
-
-
-class Listening(nn.Module):
-    """A list of layers whose loops, while a function is attached, meet stand-ins of its layers."""
-
-    as_tuple: bool | None = None
-    _listener: _Listener | None = None
-    _before: _Listener | None = None
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether loops meet stand-ins."""
-        return self._listener is not None
-
-    def attach(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
-        """Let loops over the layers meet stand-ins.
-
-        Args:
-            run: Runs what they note.
-            as_written: Lets a layer be called as if it were in no pipeline.
-            is_alone: Whether one rank has all layers.
-        """
-        before = self._before  # of which a running loop may have stand-ins
-        is_same = before is not None and before.runs(run, is_alone)
-        self._listener = before if is_same else _Listener(run, as_written, is_alone)
-
-    def detach(self) -> None:
-        """Be an ordinary list again."""
-        self._before, self._listener = self._listener, None
-
-    def give_back(self, kind: type[nn.Module]) -> None:
-        """Be of a class again that the list was of before it was taken over."""
-        for name in _OWN:
-            self.__dict__.pop(name, None)
-        self.__class__ = kind  # type: ignore[assignment]
-
-    def __iter__(self) -> Iterator[Any]:
-        listener, layers = self._listener, self._modules.values()
-        return iter(self._stand_ins(listener) if listener is not None else layers)
-
-    def __reversed__(self) -> Iterator[Any]:
-        self._check_backwards()
-        return reversed(layers_of(self))
-
-    def __getitem__(self, index: Any) -> Any:
-        is_backwards = isinstance(index, slice) and (index.step or 1) < 0
-        if is_backwards:
-            self._check_backwards()
-        if self._listener is None or is_backwards or self._gives_layers(self._listener):
-            return super().__getitem__(index)  # type: ignore[misc]
-        return self._stand_ins(self._listener)[index]
-
-    def _check_backwards(self) -> None:
-        """Refuse a loop that goes backwards over layers of several stages; one's own are called."""
-        if self._listener is not None and not self._listener.is_alone:
-            raise RuntimeError(
-                "The model loops backwards over the backbone's layers, which are on several stages"
-                " and run in order. If its steps do so, keep the layers in the order in which they"
-                " run. Do other things, such as sampling from a normalizing flow, outside the run,"
-                " or in one with devices=1, where it runs as written: trainer.save_checkpoint saves"
-                " the whole module."
-            )
-
-    def _gives_layers(self, listener: _Listener) -> bool:
-        """Whether an index gives the layers themselves, though a function is attached."""
-        return False
-
-    def _stand_ins(self, listener: _Listener) -> StandIns:
-        found = [listener.stand_in(self, i, "", layer) for i, layer in enumerate(layers_of(self))]
-        return StandIns(found, partial(listener.loop_over, self))
+from lightning_gpipe.model.listener import OWN, Listener, Listening
+from lightning_gpipe.model.stand_in import StandIns
 
 
 class Blocks(Listening, nn.ModuleList):
@@ -155,25 +62,66 @@ class Sequential(Listening, nn.Sequential):
             return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
         return super().__getitem__(index)
 
-    def _gives_layers(self, listener: _Listener) -> bool:
+    def _gives_layers(self, listener: Listener) -> bool:
         return listener.is_alone and not listener.is_looped_over  # by which loops tell blocks apart
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
+        state = {k: v for k, v in self.__dict__.items() if k not in OWN}
         return nn.Sequential, (), state
+
+
+class ModuleDict(Listening, nn.ModuleDict):
+    """An ``nn.ModuleDict`` over whose keys, values or items a model loops, in their order.
+
+    It is one that a pipeline has taken over, bears its name in summaries, and its copies are ones.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        listener, keys = self._listener, list(self._modules)
+        return iter(keys) if listener is None else listener.loop_over(self, keys)
+
+    def __getitem__(self, key: str) -> Any:
+        layer, listener = super(Listening, self).__getitem__(key), self._listener
+        if listener is None:
+            return layer
+        return listener.stand_in(self, list(self._modules).index(key), "", layer)
+
+    def values(self) -> Any:
+        """The layers, or what stands in for them."""
+        listener = self._listener
+        return super().values() if listener is None else self._stand_ins(listener)
+
+    def items(self) -> Any:
+        """The same with their keys."""
+        listener = self._listener
+        if listener is None:
+            return super().items()
+        found = list.__iter__(self._stand_ins(listener))
+        pairs = [*zip(self._modules, found, strict=True)]
+        return StandIns(pairs, partial(listener.loop_over, self))
+
+    def is_last(self, met: Sequence[Any]) -> bool:
+        """Whether a loop has met the last key, value or item."""
+        key, layer = next(reversed(self._modules.items()))
+        return any(last in (key, layer, (key, layer)) for last in met)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if k not in OWN}
+        return nn.ModuleDict, (), state
 
 
 class _OfUser(Listening):
     """The first base of what is made of a user's class; its copies are of that class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
+        state = {k: v for k, v in self.__dict__.items() if k not in OWN}
         return copyreg.__newobj__, (type(self).__bases__[1],), state  # type: ignore[attr-defined]
 
 
 _TAKEN_OVER: dict[type[nn.Module], type[Listening]] = {
     nn.ModuleList: Blocks,
     nn.Sequential: Sequential,
+    nn.ModuleDict: ModuleDict,
 }
 
 
@@ -205,162 +153,3 @@ def loops_over_itself(module: nn.Module) -> bool:
     is_called = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
     is_own = isinstance(module, Listening) or listening(kind) is not None
     return not is_called and is_own
-
-
-class _Listener:
-    """Listens to loops over the blocks; a copy of the blocks has none."""
-
-    def __init__(self, run: RunBlocks, as_written: AsWritten, is_alone: bool) -> None:
-        self._run, self.is_alone = run, is_alone
-        self._dry_runs = DryRuns(as_written)
-        self._looks = Looks(self._dry_runs)
-        self._loop: Loop | None = None
-        self._loops = 0
-        self._stand_ins: dict[tuple[int, str], StandIn] = {}
-        self._returns: dict[tuple[Any, ...], Returns] = {}  # by the block, part, mode and flags
-        self._places: dict[int, list[WatchedPlace]] = {}  # of each block
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NoneType, ()
-
-    @property
-    def is_looped_over(self) -> bool:
-        """Whether a loop over the blocks runs."""
-        return self._loops > 0
-
-    def loop_over(self, blocks: Listening, stand_ins: Sequence[Any]) -> Iterator[Any]:
-        """What a loop meets. Where it has skipped the last block, its end runs the others."""
-        before, layers = self._loop, layers_of(blocks)
-        self._loops += 1
-        try:
-            yield from stand_ins
-            is_end = self._loops == 1 and layers[-1] in stand_ins[-1:]
-            if self._loop is not None and self._loop is not before and is_end:
-                self._end(self._loop, layers)
-        finally:
-            self._loops -= 1
-
-    def runs(self, run: RunBlocks, is_alone: bool) -> bool:
-        """Whether it lets the same run the blocks."""
-        return self._run == run and self.is_alone == is_alone
-
-    def stand_in(self, blocks: Listening, index: int, part: str, module: Any) -> StandIn:
-        """What a loop meets in place of a block, or of a part of one.
-
-        Args:
-            blocks: All of them.
-            index: The block.
-            part: The part's dotted name in it; empty: the block itself.
-            module: It.
-        """
-        known = self._stand_ins.get((index, part))
-        if known is not None and known == module:
-            return known  # models compare blocks
-
-        def of_part(name: str, inner: Any) -> Any:
-            if inner is None:
-                return None
-            return self.stand_in(blocks, index, f"{part}.{name}".lstrip("."), inner)
-
-        call = partial(self.hear, blocks, index, part, module)
-        self._stand_ins[index, part] = made = stand_in(module, call, of_part)
-        return made
-
-    def hear(
-        self,
-        blocks: Listening,
-        index: int,
-        part: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Any,
-    ) -> Any:
-        """Note the call of a block; the last one runs them all. Collective over the pipeline then.
-
-        Args:
-            blocks: All of them.
-            index: The block.
-            part: The part of it that is called; empty: the block itself.
-            module: What is called.
-            args: What it is called with.
-            kwargs: The same.
-
-        Returns:
-            A promise; from the last block its output.
-        """
-        layers, (args, kwargs, _) = layers_of(blocks), with_known(args, kwargs)
-        loop, named = self._loop, [name for name, _ in layers[index].named_children()]
-        if loop is None or (index == 0 and loop.begins(part, args, kwargs)):
-            loop = Loop.begin(self._looks, args, kwargs)
-            self._dry_runs.follow(loop.hidden)
-        self._loop = loop
-        is_last = index == len(layers) - 1
-        if part and not loop.notes.is_due(part, index, named, is_last):
-            raise RuntimeError(
-                f"The loop calls '{part}' of block {index} otherwise than the parts of the block"
-                f" before: call the same of each, in the same order. {CONDITION}"
-            )
-        leaves = tree_leaves((args, kwargs))
-        flags = [leaf for leaf in leaves if type(leaf) in (bool, str, NoneType)]
-        mode = index, part, module.training, *flags, len(leaves)
-        if mode not in self._returns:
-            is_told = not part and blocks.as_tuple is False
-            if any(Unknown in type(leaf).__mro__ for leaf in leaves):  # as the block before
-                before = self._returns.get((part, module.training), Returns())
-                self._returns[mode] = replace(before, is_known=False)
-            elif is_told:
-                self._returns[mode] = Returns()
-            else:
-                self._returns[mode] = Returns.of(
-                    self._dry_runs, module, *loop.on_meta(args, kwargs)
-                )
-                self._returns[part, module.training] = self._returns[mode]
-        returns = self._returns[mode]
-        value = loop.note(index, part, module, args, kwargs)
-        if not loop.watched.has(index):
-            loop.watched.block(index, layers[index], self._places_of(index, layers[index]))
-        if not loop.notes.is_complete(len(layers), named):
-            if returns.first:
-                raise RuntimeError(
-                    f"Block {index} returns {returns.first} first: let it return the hidden state"
-                    f" [batch, …] first. {CONDITION}"
-                )
-            promise = loop.promise(value)
-            promise._promised.why_unknown = returns.why_not
-            if returns.is_known and (part or blocks.as_tuple is None):
-                loop.notes.returns(value, "" if returns.spec is None else repr(returns.spec))
-            if returns.spec is not None:
-                beside = loop.beside(value, returns.spec.num_leaves - 1)
-                return tree_unflatten([promise, *beside], returns.spec)
-            return (promise,) if blocks.as_tuple and not part else promise
-        return self._run_all(loop, layers, returns.unsplit)
-
-    def _end(self, loop: Loop, layers: Sequence[nn.Module]) -> None:
-        """Run the blocks where the loop has ended without the last one, if it uses any."""
-        output = loop.latest()
-        if len(loop.notes.parts) < len(layers) and output is not None:
-            loop.notes.skip(len(layers))
-            output._promised.known = self._run_all(loop, layers, frozenset(), output)
-
-    def _run_all(
-        self,
-        loop: Loop,
-        layers: Sequence[nn.Module],
-        unsplit: frozenset[int],
-        output: Promise | None = None,
-    ) -> Any:
-        """Run the blocks; see :meth:`Loop.end`. Returns what comes out of the last one."""
-        self._loop = None
-        given, program, promises = loop.end(unsplit, output)
-        with not_capturing(layers[0], len(layers)):
-            made, more = program.parted(self._run(given, program.run))
-        for promise, known in zip(promises[output is not None :], more, strict=True):
-            promise._promised.known = known
-        return program.without(made, Unknown())
-
-    def _places_of(self, index: int, block: nn.Module) -> list[WatchedPlace]:
-        """What a block can change and read beside its own attributes; looked for once a run."""
-        if index not in self._places:
-            found = places_of(block)
-            self._places[index] = [WatchedPlace(p) for p in found if p.value is not block]
-        return self._places[index]

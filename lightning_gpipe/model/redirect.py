@@ -13,7 +13,8 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from lightning_gpipe.model.blocks import Listening, listening, loops_over_itself
+from lightning_gpipe.model.blocks import listening, loops_over_itself
+from lightning_gpipe.model.listener import Listening
 
 _saved_tensors_hooks: Callable[[bool], Any] = getattr(  # noqa: B009
     torch._C._autograd, "_top_saved_tensors_default_hooks"

@@ -9,8 +9,8 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from lightning_gpipe.model.blocks import Listening
 from lightning_gpipe.model.elsewhere import is_elsewhere
+from lightning_gpipe.model.listener import Listening
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import CONDITION

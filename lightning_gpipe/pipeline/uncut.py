@@ -26,6 +26,7 @@ from lightning_gpipe.gradients.data_parallel import DataParallel
 from lightning_gpipe.gradients.hooks import ParameterHooks
 from lightning_gpipe.gradients.norm import ModelGradients
 from lightning_gpipe.model.backbone import find_backbone, refuse_compiled
+from lightning_gpipe.model.blocks import loops_over_itself
 from lightning_gpipe.model.encoders import encode, encoders_of
 from lightning_gpipe.model.own_state import own_state_kept
 from lightning_gpipe.model.parameters import check_names, layers_of, names_of, outside_to
@@ -211,7 +212,7 @@ class Uncut:
             partition = fitted.partition
             settings = replace(around.settings, checkpoint=fitted.checkpoint)
             around = replace(around, settings=settings, chunks=fitted.chunks)
-            is_list = isinstance(self.body, nn.ModuleList) or is_loop(context.run_layer)
+            is_list = loops_over_itself(self.body) or is_loop(context.run_layer)
             whole = self.module, self.backbone, self.layers, is_list
             tell_cut(*whole, around, partition, sample, fitted.memory)
             placement = Placement.of(self.module, self.backbone, partition, groups.stage)

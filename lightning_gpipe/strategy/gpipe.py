@@ -49,7 +49,7 @@ class GPipeStrategy(PlanningStrategy):
             the bubble small, and more if only smaller ones fit in ``memory_limit``, or in the
             device's memory; but no more than there are samples, or than leave batch norm 4 at once.
         stages: K, the number of stages. ``"auto"``: the processes of one node.
-        backbone: Dotted name of the ``nn.Sequential`` or list to cut. ``None``: find it.
+        backbone: Dotted name of the ``nn.Sequential``, list or dict to cut. ``None``: find it.
         balance: How layers are shared out: by ``"flops"`` (operations of a training step,
             counted without computing them; frozen layers count what their backward computes), by
             ``"time"`` (measured on the device), by ``"params"``, by ``"memory"``, by an explicit
