@@ -182,3 +182,44 @@ def trained(stages: int) -> dict[str, Tensor]:
 def test_a_generator_that_one_stage_alone_draws_from_goes_on_alike_on_all() -> None:
     for stages in (2, 3):
         torch.testing.assert_close(run_ranks(trained, stages, stages)[0], trained(1))
+
+
+class Noise(torch.nn.Module):
+    """Draws from a generator that others have, too."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__()
+        self.rng = rng
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(self.rng.random())
+
+
+class Together(models.Module):
+    """Draws from the generator of a layer."""
+
+    def build(self) -> None:
+        super().build()
+        self.rng = np.random.default_rng(3)
+        self.backbone.append(Noise(self.rng))
+        self.drawn: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(self.rng.random())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(self.rng.random())
+        return super().training_step(batch, batch_idx)
+
+
+def drawn_together(stages: int, step: Any) -> list[float]:
+    module = Together("sgd")
+    trainer(strategy=GPipeStrategy(2, step=step), devices=stages, max_steps=3).fit(module)
+    return module.drawn
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
+def test_a_step_may_draw_from_the_generator_of_a_layer(step: str, stages: int) -> None:
+    expected = np.random.default_rng(3).random(3 * (2 if step == "mini-batch" else 3)).tolist()
+    assert run_ranks(drawn_together, stages, stages, step) == [expected] * stages

@@ -23,7 +23,7 @@ from lightning_gpipe.engine.stage import Stage, StageCall
 from lightning_gpipe.engine.stopwatch import Stopwatch, span
 from lightning_gpipe.engine.trial import Trial
 from lightning_gpipe.schedule.actions import Action
-from lightning_gpipe.tensors.random_state import RandomState, preserved
+from lightning_gpipe.tensors.random_state import RandomState, own_preserved, preserved
 from lightning_gpipe.tensors.tree import Tree
 
 #: Called with a stage before its last backward; may return a scalar to run it from as well.
@@ -236,12 +236,12 @@ class Executor:
                 self.do(action, batch, retain, also)
 
     def preserved_generators(self, with_global: bool = True) -> AbstractContextManager[RandomState]:
-        """Put all random generators that layers draw from back at the end.
+        """Put torch's random generators back at the end.
 
         Args:
             with_global: Whether Python's and NumPy's are among those that are seeded.
         """
-        return preserved(self.watch.device, with_global, self._generators)
+        return preserved(self.watch.device, with_global)
 
     def announce(self, actions: Sequence[Action], batch: MiniBatch) -> None:
         """Tell in which order a mini-batch's actions come, before the first of them."""
@@ -267,7 +267,8 @@ class Executor:
         try:
             if self._in_order:
                 self._post_receives(action, batch)
-            with span("gpipe", action):
+            own = own_preserved(self._generators) if self._generators else nullcontext()
+            with own, span("gpipe", action):
                 self.watch.start()
                 match action.op:
                     case "F":

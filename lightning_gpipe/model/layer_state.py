@@ -40,7 +40,7 @@ from lightning_gpipe.model.places import (
     items_of,
     slots_of,
 )
-from lightning_gpipe.tensors.random_state import is_generator
+from lightning_gpipe.tensors.random_state import is_generator, kept
 
 #: Objects of a layer, and entries of a container, up to which they are looked at.
 _OBJECTS, _ENTRIES = 5000, 1000
@@ -101,7 +101,7 @@ def generators_held(layer: nn.Module) -> list[Any]:
 
 
 def generators_of(
-    module: nn.Module, without: nn.Module, beside: Mapping[str, Any]
+    module: nn.Module, without: nn.Module, beside: Mapping[str, Any] = _NONE
 ) -> dict[tuple[str, int], Any]:
     """The random generators that code of a module and of other objects can draw from.
 
@@ -159,9 +159,11 @@ def layer_state_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
     if _is_kept:
         yield
         return
-    places = {(id(p.value), p.key): p for layer in layers for p in places_of(layer)}
+    walks = [_Walk(layer, None) for layer in layers]
+    places = {(id(p.value), p.key): p for walk in walks for p in walk.places}
     own = {id(module) for layer in layers for module in layer.modules()}
     put_back = [place.keep() for place in places.values() if id(place.value) not in own]
+    put_back += [kept(generator for _, generator in walk.generators) for walk in walks]
     _is_kept = True
     try:
         yield

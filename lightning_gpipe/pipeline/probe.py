@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lightning_gpipe.engine.context import ForwardContext
-from lightning_gpipe.model.layer_state import own_places
+from lightning_gpipe.model.layer_state import generators_of, own_places
 from lightning_gpipe.model.on_meta import Attributes
 from lightning_gpipe.model.parameters import outside_buffers
 from lightning_gpipe.model.places import FEW
 from lightning_gpipe.pipeline.batch_before import BatchBefore
-from lightning_gpipe.tensors.random_state import preserved
+from lightning_gpipe.tensors.random_state import kept, preserved
 
 #: Elements of a tensor or an array up to which its values are put back: data sets have more.
 _MOST = 1 << 24
@@ -48,16 +48,17 @@ def probe(
     before_step = BatchBefore(given)
     buffers = outside_buffers(module, body)
     before = [buffer.clone() for buffer in buffers]
-    kept = Attributes(module.modules())
+    attributes = Attributes(module.modules())
     places = [place for place in own_places(module, body) if not place.is_large]
-    put_back = [place.keep() for place in places]
+    generators = generators_of(module, body).values()
+    put_back = [*(place.keep() for place in places), kept(generators)]
     held = [BatchBefore(place.entries(), _MOST, FEW) for place in places]
     variables = copy_context()
     try:
         with torch.no_grad(), preserved(device):
             returned = variables.run(step)
     except Reached as reached:
-        kept.restore()  # the step will run once more
+        attributes.restore()  # the step will run once more
         for back in put_back:
             back()
         for values in held:

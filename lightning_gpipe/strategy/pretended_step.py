@@ -23,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.failure.reason import line_of
+from lightning_gpipe.model.layer_state import generators_of
 from lightning_gpipe.model.on_meta import Attributes, Pretended, graph_leaf_on_meta
 from lightning_gpipe.model.parameters import layers_of, own_tensors
 from lightning_gpipe.model.redirect import Redirections
@@ -31,6 +32,7 @@ from lightning_gpipe.pipeline.probe import Reached
 from lightning_gpipe.plan.step_memory import SeenStep, StepMemory, StepWatch, output_of
 from lightning_gpipe.strategy.stand_ins import nothing, stand_ins
 from lightning_gpipe.strategy.transfer_hooks import HookFailed, transferred
+from lightning_gpipe.tensors.random_state import own_preserved
 from lightning_gpipe.tensors.tree import CONSTANTS, Tree
 
 _GIVE_INPUT = "give what the backbone is called with: plan(module, input=...)"
@@ -158,7 +160,8 @@ def _reached(
                 part.__dict__.update(update=nothing, forward=_no_value, compute=_no_value)
         given = tree_map(lambda leaf: _own_alike(leaf, place), batch)
         try:
-            with torch.enable_grad(), redirect_stdout(StringIO()), place.mode:
+            own = own_preserved(generators_of(module, body).values())
+            with torch.enable_grad(), redirect_stdout(StringIO()), place.mode, own:
                 if not is_example:  # what hooks use and hold isn't the step's
                     with _Uses({}):
                         given = transferred(module, given, place.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -69,23 +69,43 @@ class RandomState:
 
 
 @contextmanager
-def preserved(
-    device: torch.device, with_global: bool = True, own: Sequence[Any] = ()
-) -> Iterator[RandomState]:
+def preserved(device: torch.device, with_global: bool = True) -> Iterator[RandomState]:
     """Put the state back at the end, whatever was drawn; gives the state at the beginning.
 
     Args:
         device: Where layers compute.
         with_global: Whether that of Python's and NumPy's generators is put back, too.
-        own: Other generators, of torch, Python or NumPy, that are put back.
     """
-    state, states = RandomState.current(device, with_global), [*map(_state, own)]
+    state = RandomState.current(device, with_global)
     try:
         yield state
     finally:
         state.restore(device)
-        for generator, before in zip(own, states, strict=True):
-            _set_state(generator, before)
+
+
+@contextmanager
+def own_preserved(generators: Iterable[Any]) -> Iterator[None]:
+    """The same for generators that somebody holds."""
+    put_back = kept(generators)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def kept(generators: Iterable[Any]) -> Callable[[], None]:
+    """Keep the states of generators, of torch, Python or NumPy.
+
+    Returns:
+        A function that puts them back.
+    """
+    states = [(generator, _state(generator)) for generator in generators]
+
+    def put_back() -> None:
+        for generator, state in states:
+            _set_state(generator, state)
+
+    return put_back
 
 
 class DrawsNoted:
