@@ -1233,6 +1233,99 @@ class Adds(nn.Linear):
         return super().forward(hidden) + other
 
 
+class Whole(Loop):
+    """Hands a dictionary from block to block."""
+
+    def block(self, i: int) -> nn.Module:
+        return OfDictionary(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        state: Any = {"hidden": hidden, "scale": 1 + x[:, :1].sigmoid(), "sums": (hidden, 0)}
+        for block in self.blocks:
+            state = block(state)
+        return self.head(state["hidden"] + state["sums"][0]) * state["sums"][1]
+
+
+class OfDictionary(nn.Linear):
+    def forward(self, state: Any) -> Any:
+        hidden = torch.tanh(super().forward(state["hidden"])) * state["scale"]
+        total, count = state["sums"]
+        return state | {"hidden": hidden, "sums": (total + hidden, count + 1)}
+
+
+class WholeTuple(Whole):
+    """Hands a tuple on, in two passes or one."""
+
+    passes = 1
+
+    def block(self, i: int) -> nn.Module:
+        return OfTuple(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = self.before(x), x
+        for _ in range(self.passes):
+            for block in self.blocks:
+                state = block(state)
+        return self.head(state[0]) + state[1]
+
+
+class OfTuple(nn.Linear):
+    def forward(self, state: Any) -> Any:
+        hidden, other = state
+        return torch.tanh(super().forward(hidden)) + other, other * 0.9
+
+
+class WholeTwice(WholeTuple):
+    passes = 2
+
+
+class WholeInPlace(Whole):
+    """Has blocks that put what they compute into the dictionary."""
+
+    def block(self, i: int) -> nn.Module:
+        return IntoDictionary(WIDTH, WIDTH)
+
+
+class IntoDictionary(nn.Linear):
+    def forward(self, state: Any) -> Any:
+        total, count = state["sums"]
+        state["hidden"] = torch.tanh(super().forward(state["hidden"])) * state["scale"]
+        state["sums"] = total + state["hidden"], count + 1
+        return state
+
+
+class WholeRead(Whole):
+    """Uses the dictionary between two blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = {"hidden": self.before(x), "scale": 1 + x[:, :1], "sums": (x, 0)}
+        for block in self.blocks:
+            state = block(state)
+            state["hidden"] = self.norm(state["hidden"])
+        return self.head(state["hidden"])
+
+
+class WholeSkipped(Whole):
+    """Leaves a block out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = {"hidden": self.before(x), "scale": 1 + x[:, :1], "sums": (x, 0)}
+        for i, block in enumerate(self.blocks):
+            state = block(state) if i != 1 else state
+        return self.head(state["hidden"])
+
+
+class WholeOnlyLater(Whole):
+    """Begins with a dictionary, and gives the second block something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = {"hidden": self.before(x), "scale": 1 + x[:, :1], "sums": (x, 0)}
+        for block in self.blocks:
+            block(state)
+        return self.head(state["hidden"])
+
+
 class ByKeys(Loop):
     """Loops over an nn.ModuleDict's keys, values and items."""
 
@@ -1349,7 +1442,7 @@ WORK = (
     *(Flow, FlowFromZeros, Backcasts, Skips, Maps, NoMaps, InTraining, Shapes, Tokens, Halves),
     *(TwoKept, Biases, Mixture, Structures, Dictionaries, OwnLoop, OwnList, KeepsStates, Looking),
     *(CollectedForNothing, ByForward, WrapsForwards, OutIndices, OutOfThree),
-    *(LastOnly, ByKeys, ByKeysDrops),
+    *(LastOnly, ByKeys, ByKeysDrops, Whole, WholeTuple, WholeInPlace),
     *(Drops, DropsWhole, DropsMost, DropsIndexed, DropsBehind, DropsByChance),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
@@ -1435,6 +1528,9 @@ def test_blocks_may_be_asked_for_more_in_some_steps() -> None:
             r"RefusesZeros can't run on the meta device.* taken for one tensor.* 'unbind' uses",
         ),
         (KeepsLast, "A second backward through the same call|a backward through the backbone"),
+        (WholeRead, "The loop hands no tensor from block to block, but a tuple or a dictionary"),
+        (WholeOnlyLater, "The loop hands no tensor from block to block, but a tuple or a dict"),
+        (WholeSkipped, "layer 2 of the backbone by itself, or out of order, where layer 1 would"),
         (Previous, "'add' uses a hidden state of a block that isn't the last one, behind the loop"),
     ],
 )
@@ -1469,10 +1565,12 @@ def test_what_is_not_of_samples_is_refused(kind: Any, message: str) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_another_pass_may_use_what_has_come_out(stages: int) -> None:
-    torch.manual_seed(2)
-    expected = train(TwoPasses(), max_steps=4)
-    found = run_ranks(trained, stages, [TwoPasses], stages, "mini-batch")[0]["TwoPasses"]
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    kinds: list[Any] = [TwoPasses, WholeTwice]
+    found = run_ranks(trained, stages, kinds, stages, "mini-batch")[0]
+    for kind in kinds:
+        torch.manual_seed(2)
+        expected = train(kind(), max_steps=4)
+        torch.testing.assert_close(found[kind.__name__], expected, atol=1e-10, rtol=0)
 
 
 def test_it_is_refused_on_several_stages() -> None:

@@ -200,6 +200,29 @@ class InDictionary(models.Around):
         return used["h"].mean()
 
 
+class IntoTuple(nn.Linear):
+    """Puts another tuple into the dictionary that it is given."""
+
+    def forward(self, found: dict[str, Any]) -> Any:
+        hidden, labels = found["pair"]
+        found["pair"] = super().forward(hidden).tanh(), labels
+        return found
+
+
+class TupleInDictionary(models.Around):
+    """Goes on with a tuple in whose place another one would be."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Sequential(*(IntoTuple(WIDTH, WIDTH) for _ in range(4)))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        found = {"pair": (self.before(x), y)}
+        self.backbone(found)
+        hidden, labels = found["pair"]
+        return nn.functional.mse_loss(self.after(hidden), labels)
+
+
 class NormsInDictionary(InDictionary):
     """The same, of what wasn't there."""
 
@@ -404,7 +427,8 @@ def weights(kind: type[models.Module], state: Any, step: Any = "mini-batch") -> 
         (Residual, 2, "The backbone's first layer changes its input in place"),
         *(
             (kind, stages, "layers put something into a list or a dictionary that they are given")
-            for kind, stages in ((InDictionary, 1), (InDictionary, 2), (NormsInDictionary, 1))
+            for kind in (InDictionary, TupleInDictionary, NormsInDictionary)
+            for stages in ((1,) if kind is NormsInDictionary else (1, 2))
         ),
         (Saliency, 1, "torch.autograd.grad through the backbone is not supported"),
         (Saliency, 2, "torch.autograd.grad through the backbone is not supported"),

@@ -69,7 +69,7 @@ class Overwrites:
                 tensor.__class__ = Overwritten
                 self._tensors.append(weakref.ref(tensor))
         for path in call.replaced if call is not None else ():
-            _replace(container, path)
+            _replaced(container, path)
 
     def forget(self) -> None:
         """Let all be used again."""
@@ -80,22 +80,20 @@ class Overwrites:
         self._tensors.clear()
 
 
-def _replace(container: Any, path: KeyPath) -> None:
-    """Put something that refuses to be used in the place of an entry, or where one would be."""
-    for i, step in enumerate(path):
-        if isinstance(container, dict) and isinstance(step, MappingKey):
-            key, inner = step.key, container.get(step.key)
-        elif isinstance(container, list) and isinstance(step, SequenceKey):
-            key, inner = step.idx, next(iter(container[step.idx :]), None)
-            container += [None] * (key + 1 - len(container))
-        elif isinstance(container, tuple) and isinstance(step, SequenceKey):
-            key, inner = step.idx, container[step.idx]
-        else:
-            return
-        if not isinstance(inner, (dict, list, tuple)) or i == len(path) - 1:
-            container[key] = _unusable(inner)
-            return
-        container = inner
+def _replaced(entry: Any, path: KeyPath) -> Any:
+    """What stands in the place of an entry whose part at a path, if there is one, is unusable."""
+    if not path or not isinstance(entry, (dict, list, tuple)):
+        return _unusable(entry)
+    (step, *left) = path
+    if isinstance(entry, dict) and isinstance(step, MappingKey):
+        entry[step.key] = _replaced(entry.get(step.key), tuple(left))
+    elif isinstance(entry, list) and isinstance(step, SequenceKey):
+        entry += [None] * (step.idx + 1 - len(entry))
+        entry[step.idx] = _replaced(entry[step.idx], tuple(left))
+    elif type(entry) is tuple and isinstance(step, SequenceKey) and step.idx < len(entry):
+        before, behind = entry[: step.idx], entry[step.idx + 1 :]
+        return (*before, _replaced(entry[step.idx], tuple(left)), *behind)
+    return entry
 
 
 def _unusable(entry: Any) -> Tensor:

@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
 from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
+from lightning_gpipe.model.handed_on import HandedOn
 from lightning_gpipe.model.layer_state import places_of
 from lightning_gpipe.model.looks import Looks
 from lightning_gpipe.model.loop import Loop
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import CONDITION, Promise, Unknown, with_known
 from lightning_gpipe.model.returns import Returns
-from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.model.run_layer import RunLayer, run_layer
 from lightning_gpipe.model.stand_in import StandIn, StandIns, stand_in
 from lightning_gpipe.model.watched import WatchedPlace
 
@@ -117,6 +118,7 @@ class Listener:
         self._dry_runs = DryRuns(as_written)
         self._looks = Looks(self._dry_runs)
         self._loop: Loop | None = None
+        self._handed_on: HandedOn | None = None
         self._loops = 0
         self._stand_ins: dict[tuple[int, str], StandIn] = {}
         self._returns: dict[tuple[Any, ...], Returns] = {}  # by the block, part, mode and flags
@@ -191,6 +193,10 @@ class Listener:
             A promise; from the last block its output.
         """
         layers, (args, kwargs, _) = layers_of(blocks), with_known(args, kwargs)
+        if index == 0 and not part:
+            self._handed_on = HandedOn.begun(args, kwargs)
+        if self._handed_on is not None:
+            return self._hand_on(self._handed_on, index, layers, args, kwargs)
         loop, named = self._loop, [name for name, _ in layers[index].named_children()]
         if loop is None or (index == 0 and loop.begins(part, args, kwargs)):
             loop = Loop.begin(self._looks, args, kwargs)
@@ -236,6 +242,24 @@ class Listener:
                 return tree_unflatten([promise, *beside], returns.spec)
             return (promise,) if blocks.as_tuple and not part else promise
         return self._run_all(loop, layers, returns.unsplit)
+
+    def _hand_on(
+        self,
+        running: HandedOn,
+        index: int,
+        layers: Sequence[nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Note the call of a block that is given no tensor by itself; the last one runs them."""
+        block = layers[index]
+        handed = running.note(index, block, args, kwargs, self._places_of(index, block))
+        if index < len(layers) - 1:
+            return handed
+        self._handed_on = None
+        running.watched.check()
+        with not_capturing(layers[0], len(layers)):
+            return self._run(running.given, run_layer)
 
     def _end(self, loop: Loop, layers: Sequence[nn.Module]) -> None:
         """Run the blocks where the loop has ended without the last one, if it uses any."""

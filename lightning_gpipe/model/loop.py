@@ -32,8 +32,8 @@ from lightning_gpipe.model.watched import Watched
 from lightning_gpipe.tensors.tree import CONSTANTS
 
 _NO_TENSOR = (
-    "The first block was called without a tensor as an argument by itself, which a loop hands on: a"
-    f" tuple goes through an nn.Sequential alone. {CONDITION}"
+    "The first block was called without a tensor as an argument by itself, which a loop hands on; a"
+    f" tuple or a dictionary must be the only argument. {CONDITION}"
 )
 
 
@@ -70,7 +70,7 @@ class Loop:
         """A loop whose first block is called with these arguments."""
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         hidden = kwargs.get("hidden_states", next(tensors, None))
-        loop = cls(hidden, _modes(hidden), looks)
+        loop = cls(hidden, modes_of(hidden), looks)
         loop.watched.tensor(hidden)
         return loop
 
@@ -104,19 +104,15 @@ class Loop:
         """
         leaves, spec = tree_flatten((args, kwargs))
         if index < (due := len(self.notes.parts)) and not (part and index == due - 1):
-            raise _out_of_order(index, due)
+            raise out_of_order(index, due)
         if not isinstance(self.hidden, Tensor) or not self.hidden.ndim:
             raise RuntimeError(_NO_TENSOR)
         main = self._main_of(leaves)
         if main is None:
             what = f"Block {index} was not called with what the one before it returned."
             raise RuntimeError(f"{what} {CONDITION}")
-        if _modes(self.hidden) != self.modes:
-            raise RuntimeError(
-                f"Block {index} is called with other settings of autograd or autocast than block 0,"
-                " and all run with one: call requires_grad_(False) on blocks to freeze them, and"
-                " choose Trainer(precision=...) for all of them."
-            )
+        if modes_of(self.hidden) != self.modes:
+            raise other_modes(index)
         given = tuple(self._given(leaf, index) for leaf in leaves)
         value = self.notes.call(index, part, spec, given, main[0], getrefcount(leaves[main[1]]))
         self.foreseen.call(value, Called(module, leaves, spec, main[1]))
@@ -169,7 +165,7 @@ class Loop:
         if func in PIECES:
             return pieces(func, args, kwargs, *self.on_meta(args, kwargs))
         function = function_of(func, kwargs)
-        if function is None or _modes(self.hidden) != self.modes:
+        if function is None or modes_of(self.hidden) != self.modes:
             raise refusal(func)
         if function.is_in_place and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
@@ -290,7 +286,8 @@ class Loop:
         return Given(None, leaf)
 
 
-def _out_of_order(index: int, due: int) -> RuntimeError:
+def out_of_order(index: int, due: int) -> RuntimeError:
+    """The error of a block that is called where another would be next."""
     return RuntimeError(
         f"The step calls layer {index} of the backbone by itself, or out of order, where layer"
         f" {due} would be next: they stand on several stages, so call them in order. What else a"
@@ -299,7 +296,16 @@ def _out_of_order(index: int, due: int) -> RuntimeError:
     )
 
 
-def _modes(hidden: Any) -> tuple[Any, ...]:
+def other_modes(index: int) -> RuntimeError:
+    """The error of a block that is called with other settings than the first one."""
+    return RuntimeError(
+        f"Block {index} is called with other settings of autograd or autocast than block 0,"
+        " and all run with one: call requires_grad_(False) on blocks to freeze them, and"
+        " choose Trainer(precision=...) for all of them."
+    )
+
+
+def modes_of(hidden: Any) -> tuple[Any, ...]:
     """The settings with which a block runs."""
     device = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     enabled = torch.is_autocast_enabled(device)

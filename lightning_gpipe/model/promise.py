@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,15 +30,17 @@ class Unknown:
 
     __slots__ = ()
 
+    why: ClassVar[str] = (
+        "What a block returns beside its hidden state was used, which isn't known before the"
+        " last block is called, and isn't known to be a tensor with a row for each sample. Such"
+        " a tensor, [batch, …], may be used as a hidden state may; what else there is, such as"
+        " the state of an LSTM, can be given to later blocks, which may add to it and hand it"
+        f" on. {CONDITION}"
+    )
+
     def refuse(self, *_: Any, **__: Any) -> Any:
         """Tell why it can't be used."""
-        raise RuntimeError(
-            "What a block returns beside its hidden state was used, which isn't known before the"
-            " last block is called, and isn't known to be a tensor with a row for each sample. Such"
-            " a tensor, [batch, …], may be used as a hidden state may; what else there is, such as"
-            " the state of an LSTM, can be given to later blocks, which may add to it and hand it"
-            f" on. {CONDITION}"
-        )
+        raise RuntimeError(type(self).why)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python, copies and the like ask for
@@ -64,6 +66,7 @@ class Unknown:
     __hash__ = None  # type: ignore[assignment]
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
     __iter__ = __getitem__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = refuse
+    __setitem__ = __or__ = __ror__ = refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = refuse
 
