@@ -460,7 +460,7 @@ def pipelined(kind: str, stages: int, balance: Any, step: Any = "mini-batch") ->
 KINDS = (
     *("Encoder", "Tuples", "Square", "Keywords", "Twice", "Settings", "Shapes"),
     *("Listed", "ListedTuples", "Looped", "Nested", "States", "HandedStates", "FirstStates"),
-    *("ReadStates", "Sets", "Between", "Jumps", "Skipped", "Early"),
+    *("ReadStates", "Sets", "Between", "Jumps", "Skipped", "Early", "Checkpointed"),
 )
 
 
@@ -491,7 +491,6 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
         ("Backwards", "The step calls layer 0 of the backbone by itself, or out of order"),
         ("Bundled", "The first block was called without a tensor as an argument by itself"),
         ("EarlyByIndex", "'mse_loss' uses .* A loop by index that leaves out the last block"),
-        ("Checkpointed", "The backbone is called inside torch.utils.checkpoint"),
         (
             "Widens",
             r"Block 0 returned a hidden state of shape \[\d, 12\], not \[\d, 6\]",

@@ -1,50 +1,148 @@
-"""A backbone that is called inside torch.utils.checkpoint is refused, on one stage and on two."""
+"""A model may call its backbone, or blocks of it, inside torch.utils.checkpoint."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
-from torch import Tensor
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
 from tests.ranks import RankError, run_ranks
-from tests.training import train
+from tests.training import train, trainer
+
+CALLED: dict[str, Callable[..., Any]] = {
+    "whole": lambda module, hidden, reentrant: checkpoint(
+        module.backbone, hidden, use_reentrant=reentrant
+    ),
+    "loop": lambda module, hidden, reentrant: loop(
+        lambda layer, h: checkpoint(layer, h, use_reentrant=reentrant), module, hidden
+    ),
+    "calls": lambda module, hidden, reentrant: loop(
+        lambda layer, h: checkpoint(layer.__call__, h, use_reentrant=reentrant), module, hidden
+    ),
+    "closures": lambda module, hidden, reentrant: loop(
+        lambda layer, h: checkpoint(around(layer), h, use_reentrant=reentrant), module, hidden
+    ),
+    "partial": lambda module, hidden, reentrant: loop(
+        lambda layer, h: checkpoint(partial(call, layer), h, use_reentrant=reentrant),
+        module,
+        hidden,
+    ),
+}
+
+
+def loop(call: Callable[[Any, Tensor], Tensor], module: Any, hidden: Tensor) -> Tensor:
+    for layer in module.backbone:
+        hidden = call(layer, hidden)
+    return hidden
+
+
+def around(layer: Any) -> Callable[[Tensor], Tensor]:
+    def forward(hidden: Tensor) -> Tensor:
+        made: Tensor = layer(hidden)
+        return made
+
+    return forward
+
+
+def call(layer: Any, hidden: Tensor) -> Tensor:
+    made: Tensor = layer(hidden)
+    return made
 
 
 class Module(models.Around):
     """Calls its backbone as a user does who wants to save memory by hand."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
+    def __init__(self, how: str, reentrant: bool) -> None:
+        super().__init__("sgd")
+        self.how, self.reentrant = how, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.before(x)
         if self.how == "sequential":
-            hidden = checkpoint_sequential(self.backbone, 2, hidden, use_reentrant=False)
-        elif self.how == "loop":
-            for layer in self.backbone:
-                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            hidden = checkpoint_sequential(self.backbone, 2, hidden, use_reentrant=self.reentrant)
+        elif self.how == "method":
+            hidden = checkpoint(self.body, hidden, use_reentrant=self.reentrant)
         else:
-            hidden = checkpoint(self.backbone, hidden, use_reentrant=self.how == "reentrant")
+            hidden = CALLED[self.how](self, hidden, self.reentrant)
+        out: Tensor = self.after(hidden)
+        return out
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def body(self, hidden: Tensor) -> Tensor:
+        made: Tensor = self.backbone(hidden)
+        return made * made
+
+
+class Residual(Module):
+    """Has a loop that adds residuals, normalizes before each block, and saves memory in both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for layer in self.backbone:
+
+            def one(hidden: Tensor, layer: Any = layer) -> Tensor:
+                made: Tensor = hidden + layer(nn.functional.layer_norm(hidden, (models.WIDTH,)))
+                return made
+
+            hidden = checkpoint(one, hidden, use_reentrant=False)
         out: Tensor = self.after(hidden)
         return out
 
 
-def fit(stages: int, how: str, step: str) -> None:
-    strategy = GPipeStrategy(chunks=2, step=step)  # type: ignore[arg-type]
-    train(Module(how), max_steps=2, devices=stages, strategy=strategy)
+def fit(stages: int, how: str, reentrant: bool, step: Any, kind: Any = Module) -> Any:
+    torch.manual_seed(3)
+    module = kind(how, reentrant)
+
+    def options() -> dict[str, Any]:
+        strategy = {"strategy": GPipeStrategy(chunks=2, step=step)} if stages else {}
+        return {"max_steps": 3, "devices": stages or 1, **strategy}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        state = train(module, **options())
+        outputs = trainer(**options()).predict(module, module.train_dataloader())
+    assert torch.utils.checkpoint.CheckpointFunction.__name__ == "CheckpointFunction"
+    return state, outputs if stages < 2 or torch.distributed.get_rank() == 0 else None
+
+
+def fits(stages: int, step: str) -> dict[str, Any]:
+    found = {
+        f"{how} {reentrant}": fit(stages, how, reentrant, step)
+        for how in CALLED
+        for reentrant in (False, True)
+    }
+    return found | {"residual": fit(stages, "", False, step, Residual)}
 
 
 @pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
-@pytest.mark.parametrize("how", ["whole", "reentrant", "loop", "sequential"])
-def test_a_checkpointed_backbone_is_refused(how: str, step: str) -> None:
-    with pytest.raises(RankError, match=r"inside torch\.utils\.checkpoint, .* Call it without"):
-        run_ranks(fit, 2, 2, how, step)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_it_trains_as_without(stages: int, step: str) -> None:
+    plain = fit(0, "whole", False, step)
+    residual = fit(0, "", False, step, Residual)
+    for how, found in run_ranks(fits, stages, stages, step)[0].items():
+        expected = residual if how == "residual" else plain
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0, msg=how)
 
 
-@pytest.mark.parametrize("how", ["whole", "reentrant", "loop"])
-def test_it_is_refused_on_one_stage(how: str) -> None:
-    with pytest.raises(RuntimeError, match=r"inside torch\.utils\.checkpoint, .* Call it without"):
-        fit(1, how, "mini-batch")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_would_be_repeated_is_refused(stages: int, reentrant: bool) -> None:
+    problem = r"inside torch\.utils\.checkpoint, by a function that it would call once more"
+    with pytest.raises(RankError, match=problem):
+        run_ranks(fit, stages, stages, "method", reentrant, "mini-batch")
+
+
+def test_layers_may_not_be_taken_out_of_the_backbone() -> None:
+    with pytest.raises(RankError, match="checkpoint_sequential isn't needed"):
+        run_ranks(fit, 2, 2, "sequential", False, "mini-batch")

@@ -10,11 +10,8 @@ from functools import partial
 import torch
 from torch.backends import cuda, cudnn
 
-from lightning_gpipe.model.redirect import (
-    refuse_checkpointed,
-    refuse_reading,
-    refuse_transforms,
-)
+from lightning_gpipe.model.checkpointing import refuse_checkpointed
+from lightning_gpipe.model.redirect import refuse_reading, refuse_transforms
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.tensors.default_type import default_dtype
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
+from lightning_gpipe.model.checkpointing import refuse_repeats
 from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
 from lightning_gpipe.model.handed_on import HandedOn
 from lightning_gpipe.model.layer_state import places_of
@@ -192,6 +193,7 @@ class Listener:
         Returns:
             A promise; from the last block its output.
         """
+        refuse_repeats()
         layers, (args, kwargs, _) = layers_of(blocks), with_known(args, kwargs)
         if index == 0 and not part:
             self._handed_on = HandedOn.begun(args, kwargs)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch.utils.checkpoint
 from torch import nn
 
 from lightning_gpipe.model.blocks import listening, loops_over_itself
+from lightning_gpipe.model.checkpointing import call_directly, stop
 from lightning_gpipe.model.listener import Listening
-
-_saved_tensors_hooks: Callable[[bool], Any] = getattr(  # noqa: B009
-    torch._C._autograd, "_top_saved_tensors_default_hooks"
-)
+from lightning_gpipe.model.promise import Unknown, is_promise
+from lightning_gpipe.model.stand_in import StandIn, StandIns
 
 _IS_READING: ContextVar[bool] = ContextVar("is_reading", default=False)
 
@@ -79,8 +77,16 @@ class Redirections:
         self._redirects: dict[nn.Module, Redirect] = {}
         self._taken_over: list[tuple[Listening, type[nn.Module]]] = []
 
+    def _is_part(self, value: Any) -> bool:
+        """Whether a call of it goes elsewhere, or it stands for what comes of that."""
+        kinds = type(value).__mro__
+        if is_promise(value) or not {StandIn, StandIns, Unknown}.isdisjoint(kinds):
+            return True
+        return nn.Module in kinds and value in self._targets
+
     def take_over(self, backbone: nn.Module) -> None:
         """Listen to loops over a backbone's layers, too, until :meth:`end`."""
+        call_directly(self._is_part)
         kind: Any = type(backbone)
         if (taken := listening(kind)) is not None:
             backbone.__class__ = taken
@@ -88,6 +94,7 @@ class Redirections:
 
     def end(self) -> None:
         """Take all back, and let backbones be what they were."""
+        stop(self._is_part)
         self.clear()
         for backbone, kind in self._taken_over:
             backbone.give_back(kind)
@@ -150,10 +157,10 @@ def is_redirected(module: nn.Module) -> bool:
 
 def not_alone(*args: Any, **kwargs: Any) -> Any:
     """The forward of a layer that another stage holds."""
-    refuse_checkpointed()
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
         " the backbone as a whole, or all of its layers in a loop, `for layer in self.backbone`."
+        " checkpoint_sequential isn't needed: the strategy's checkpoint= re-materializes them."
     )
 
 
@@ -179,28 +186,6 @@ def refuse_reading() -> None:
             " hasn't all of its layers. Call the model in a hook, such as on_train_epoch_start,"
             " which runs on every stage, and let the loader read what the hook has stored; or let"
             " the loader call a copy that isn't the backbone."
-        )
-
-
-def refuse_checkpointed() -> None:
-    """Refuse calls of the backbone inside ``torch.utils.checkpoint``.
-
-    The backward would repeat them, where no forward of all stages can run.
-
-    Raises:
-        RuntimeError: If the running call is one.
-    """
-    if torch.is_grad_enabled() and _saved_tensors_hooks(True) is None:
-        return  # it calls without gradients, or with hooks: where frames needn't be looked at
-    frame: FrameType | None = sys._getframe(1)
-    source = torch.utils.checkpoint.__file__
-    while frame is not None and frame.f_code.co_filename != source:
-        frame = frame.f_back
-    if frame is not None:
-        raise RuntimeError(
-            "The backbone is called inside torch.utils.checkpoint, which would call it once more in"
-            ' the backward. Call it without: GPipeStrategy(checkpoint="always") re-materializes all'
-            " of its layers. What a layer does inside may use torch.utils.checkpoint."
         )
 
 

@@ -14,6 +14,7 @@ from lightning_gpipe.engine.per_micro_batch import PerMicroBatch
 from lightning_gpipe.engine.running import Step
 from lightning_gpipe.engine.weighting import Weighting
 from lightning_gpipe.gradients.norm import ModelGradients
+from lightning_gpipe.model.checkpointing import unchecked
 from lightning_gpipe.model.parameters import Slot, materialize, to_meta
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.redirect import Redirections, not_alone
@@ -258,16 +259,17 @@ class PipelinedModule:
 
     def _forward(self, input: Any, run_layer: RunLayer = run_layer) -> Any:
         """Run the backbone; ``input`` is named as nn.Sequential's."""
-        pipeline = self._state
-        if not isinstance(pipeline, Pipeline):
-            context = ForwardContext.current((), self.groups.device, run_layer)
-            if self._is_probing:
-                raise Reached(input, context)
-            pipeline = self._cut(input, context)
-        if pipeline.steps is not None and pipeline.steps.is_running:
-            pipeline.shared_state.step_calls()
-            return pipeline.steps.call(input, run_layer)
-        return pipeline.forward(input, run_layer)
+        with unchecked():
+            pipeline = self._state
+            if not isinstance(pipeline, Pipeline):
+                context = ForwardContext.current((), self.groups.device, run_layer)
+                if self._is_probing:
+                    raise Reached(input, context)
+                pipeline = self._cut(input, context)
+            if pipeline.steps is not None and pipeline.steps.is_running:
+                pipeline.shared_state.step_calls()
+                return pipeline.steps.call(input, run_layer)
+            return pipeline.forward(input, run_layer)
 
     def _cut(self, sample: Any, context: ForwardContext) -> Pipeline:
         if isinstance(self._state, Pipeline):

@@ -23,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.engine.context import ForwardContext
 from lightning_gpipe.failure.reason import line_of
+from lightning_gpipe.model.checkpointing import unchecked
 from lightning_gpipe.model.layer_state import generators_of
 from lightning_gpipe.model.on_meta import Attributes, Pretended, graph_leaf_on_meta
 from lightning_gpipe.model.parameters import layers_of, own_tensors
@@ -125,6 +126,7 @@ def _reached(
     memory: StepMemory | None = None
     behind: set[int] | None = None
 
+    @unchecked()
     def call(input: Any, run: RunLayer = run_layer) -> Any:
         found = Reached(input, ForwardContext.current((), device, run))
         if not reached:

@@ -1,0 +1,137 @@
+"""``torch.utils.checkpoint`` around the backbone or its blocks, which the pipeline makes needless.
+
+It re-materializes their activations itself, and a checkpoint would call them once more in the
+backward, where no forward of all stages can run. So they are called without.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+#: Tells whether a value is a part of a pipeline, or stands for one.
+IsPart: TypeAlias = Callable[[Any], bool]
+
+_top: Callable[[bool], Any] = getattr(  # noqa: B009
+    torch._C._autograd, "_top_saved_tensors_default_hooks"
+)
+_pop: Callable[[], None] = getattr(  # noqa: B009
+    torch._C._autograd, "_pop_saved_tensors_default_hooks"
+)
+_push: Callable[[Any, Any], None] = getattr(  # noqa: B009
+    torch._C._autograd, "_push_saved_tensors_default_hooks"
+)
+_REENTRANT = CheckpointFunction.forward.__code__
+_TEXT = (
+    "The backbone is called inside torch.utils.checkpoint, by a function that it would call once"
+    " more in the backward. Give torch.utils.checkpoint the backbone or a block of it, which is"
+    ' called without then; or call the function without: GPipeStrategy(checkpoint="always")'
+    " re-materializes all layers of the backbone. What a layer does inside may use"
+    " torch.utils.checkpoint."
+)
+
+
+def refuse_repeats() -> None:
+    """Refuse a call of the backbone, or of a block, by which a checkpoint repeats a forward.
+
+    Raises:
+        RuntimeError: If the running call is one.
+    """
+    if _name_of_hooks().startswith("_recomputation_hook"):
+        raise RuntimeError(_TEXT)
+
+
+def refuse_checkpointed() -> None:
+    """Refuse calls of the backbone inside a reentrant checkpoint, which would repeat them.
+
+    Raises:
+        RuntimeError: If the running call is one.
+    """
+    if torch.is_grad_enabled():
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    if frame is not None:
+        raise RuntimeError(_TEXT)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Let the backbone, called inside, keep tensors for the backward as if no checkpoint ran.
+
+    Raises:
+        RuntimeError: If the call is one by which a checkpoint repeats a forward.
+    """
+    refuse_repeats()
+    hooks = list[Any]()
+    while _name_of_hooks().startswith("_checkpoint_hook"):
+        hooks.append(_top(True))
+        _pop()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push(pack, unpack)
+
+
+def _name_of_hooks() -> str:
+    """Which of a checkpoint's hooks for saved tensors are in force; empty: another's, or none."""
+    hooks = _top(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != torch.utils.checkpoint.__name__:
+        return ""
+    return str(hooks[0].__qualname__)
+
+
+class _Direct(CheckpointFunction):
+    """In the place of a reentrant checkpoint, which no hooks tell of."""
+
+    @classmethod
+    def apply(cls, function: Any, preserve: bool, *args: Any) -> Any:
+        """Call a function, without a checkpoint if it leads to a pipeline."""
+        values = [*_named(function), *tree_leaves(args)]
+        if any(is_part(value) for is_part in _parts for value in values):
+            return function(*args)
+        return CheckpointFunction.apply(function, preserve, *args)
+
+
+_parts: list[IsPart] = []
+
+
+def call_directly(is_part: IsPart) -> None:
+    """Let reentrant checkpoints around what is a part of a pipeline do nothing, until :func:`stop`.
+
+    Args:
+        is_part: Tells it.
+    """
+    _parts.append(is_part)
+    torch.utils.checkpoint.CheckpointFunction = _Direct  # type: ignore[misc]
+
+
+def stop(is_part: IsPart) -> None:
+    """Undo :func:`call_directly`."""
+    if is_part in _parts:
+        _parts.remove(is_part)
+    if not _parts:
+        torch.utils.checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
+
+
+def _named(function: Any) -> Sequence[Any]:
+    """What a function is, is bound to, and refers to."""
+    found = [function, getattr(function, "__self__", None)]
+    if isinstance(function, partial):
+        found += [*_named(function.func), *function.args, *function.keywords.values()]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # it is empty yet
+            continue
+    return found
