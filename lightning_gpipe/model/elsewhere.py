@@ -35,26 +35,50 @@ class HeldElsewhere(RuntimeError):
     """A step reads the values of a tensor that another stage holds."""
 
 
-_ONE_BY_ONE = (
-    "one by one runs on every stage: let it skip those with p.is_meta, print what it finds on every"
-    " rank (loggers are rank 0's, which has its own stage's alone), and let no step depend on it."
-)
-_INSTEAD_OF_GRADIENTS = (
+_NORMS_OF_GRADIENTS = (
     "For the norm of gradients use trainer.strategy.grad_norm(parameters), for clipping"
-    f" trainer.strategy.clip_grad_norm_. What reads gradients {_ONE_BY_ONE}"
+    " trainer.strategy.clip_grad_norm_."
 )
-_INSTEAD_OF_WEIGHTS = (
+_ONE_BY_ONE = (
+    "Every stage runs the hook. Let it skip those with p.is_meta, and print what it finds on every"
+    " rank: loggers are rank 0's, which has its own stage's alone. Let no step depend on it."
+)
+_USED = (
     "A weight of the backbone that the step uses itself must stand outside the backbone, too"
     " (self.head.weight = self.backbone[0].weight): then every stage holds it. A layer that uses"
-    " another's weight must register it (self.weight = other.weight). For an L1 or L2 term over all"
-    " weights use the optimizer's weight_decay; for the norm of gradients"
-    " trainer.strategy.grad_norm(parameters), for clipping trainer.strategy.clip_grad_norm_; for an"
-    " average of the weights Lightning's EMAWeightAveraging; let each layer hold the teacher's copy"
-    " of itself where a teacher follows the model; make copies of the module before the"
-    " Trainer runs, and save it after that, or with trainer.save_checkpoint on every rank. What"
-    f" reads weights {_ONE_BY_ONE} Set weights before the Trainer runs. After a run that an error"
-    " has ended, build the module anew, and load a checkpoint."
+    " another's weight must register it (self.weight = other.weight)."
 )
+_TERM = "For an L1 or L2 term over all weights use the optimizer's weight_decay."
+_COPIED = (
+    "For an average of the weights use Lightning's EMAWeightAveraging; let each layer hold the"
+    " teacher's copy of itself where a teacher follows the model. Make copies of the module before"
+    " the Trainer runs, and save it after that, or with trainer.save_checkpoint on every rank."
+)
+_SET = "Set weights before the Trainer runs."
+_AFTER_ERROR = "After a run that an error has ended, build the module anew, and load a checkpoint."
+_REDUCTIONS = re.compile(r"norm|^(nan)?sum$|mean|abs|square|pow|std|var|max|min|isfinite|isnan|any")
+_LEAVING = {"cpu", "numpy", "__array__", "item", "tolist", "to", "histc", "TensorBoard"}
+_AVERAGING = re.compile(r"clone|copy|lerp|add|mul|sub|detach")
+
+
+def _remedies(what: str, of_gradient: bool) -> tuple[str, ...]:
+    """What to do instead.
+
+    Args:
+        what: Who reads a tensor: a function's name, as far as it is known.
+        of_gradient: Whether it is a gradient.
+    """
+    if of_gradient:
+        return _NORMS_OF_GRADIENTS, _ONE_BY_ONE
+    if what in _LEAVING:
+        return _ONE_BY_ONE, _COPIED, _AFTER_ERROR
+    if _RANDOM.search(what):
+        return (_SET,)
+    if _REDUCTIONS.search(what):
+        return _TERM, _NORMS_OF_GRADIENTS, _ONE_BY_ONE
+    if _AVERAGING.search(what):
+        return _COPIED, _USED, _SET
+    return _USED, _COPIED, _AFTER_ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +100,11 @@ class Holder:
     here_rank: int
 
     def refusal(self, what: str) -> HeldElsewhere:
-        """The error for whoever reads the tensor."""
+        """The error for whoever reads the tensor, such as a function of a name."""
         return HeldElsewhere(
-            f"{what} reads '{self.name}', which stage {self.stage} (rank {self.rank}) holds; stage"
-            f" {self.here} (rank {self.here_rank}) has its name and shape, and no values."
-            f" {_INSTEAD_OF_GRADIENTS if self.name.endswith('.grad') else _INSTEAD_OF_WEIGHTS}"
+            f"'{what}' reads '{self.name}', which stage {self.stage} (rank {self.rank}) holds;"
+            f" stage {self.here} (rank {self.here_rank}) has its name and shape, and no values."
+            f" {' '.join(_remedies(what, self.name.endswith('.grad')))}"
         )
 
 
@@ -93,6 +117,8 @@ class _Elsewhere:
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__" and sys._getframe(1).f_globals.get("__name__") == _TENSORBOARD:
+            raise holder_of(args).refusal("TensorBoard")
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -181,6 +207,8 @@ def holder_of(value: Any) -> Holder:
     raise TypeError("The tensor is held by this stage.")
 
 
+#: Where TensorBoard asks for the device of what it writes: on meta it draws a number instead.
+_TENSORBOARD = "torch.utils.tensorboard._convert_np"
 #: Packages that skip parameters without a gradient, or know of stages.
 _LIBRARIES = {"torch", "lightning", "lightning_gpipe"}
 #: Modules of theirs that reduce gradients to a number, which would be one stage's.
@@ -222,7 +250,7 @@ def _compute(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     holder = holder_of((args, kwargs))
-    refusal = holder.refusal(f"'{name}'")
+    refusal = holder.refusal(name)
     if _RANDOM.search(name):
         raise refusal
     if name in _LIKE:  # needs the shape alone
