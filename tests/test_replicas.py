@@ -364,6 +364,33 @@ class ComputesInSteps(models.Module):
         return loss
 
 
+class ReadsDevices(models.Module):
+    """Scales its learning rate."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.num_devices)
+
+
+class Codebook(nn.Module):
+    """Sums over processes, as one that is written for DDP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.detach().sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return x.square().mean() + 0 * total
+
+
+class Sums(models.Module):
+    def build(self) -> None:
+        super().build()
+        self.codebook = Codebook()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.codebook(self(x))
+        return out
+
+
 def told_of_processes(module: type[models.Module], data: Any, stages: int) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -378,13 +405,17 @@ def told_of_processes(module: type[models.Module], data: Any, stages: int) -> li
     ("module", "data"),
     [
         *((models.Module, Shares), (models.Module, SharesRightly)),
-        *((Gathering, None), (ComputesInSteps, None)),
+        *((Gathering, None), (ComputesInSteps, None), (ReadsDevices, None), (Sums, None)),
     ],
 )
 def test_the_number_of_processes_is_told_of(module: Any, data: Any, stages: int) -> None:
     found = run_ranks(told_of_processes, 2, module, data, stages)[0]
     is_told = stages == 2 and data is not SharesRightly and module is not ComputesInSteps
-    assert found == ["torch.distributed.get_world_size() is 2 "] * is_told
+    told = {
+        ReadsDevices: "trainer.num_devices is 2 here: 2 stages ",
+        Sums: "torch.distributed.all_reduce() goes over",
+    }.get(module, "torch.distributed.get_world_size() is 2 ")
+    assert found == [told] * is_told
 
 
 class Counting(models.Module):

@@ -16,7 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_gpipe.strategy import _lightning
 
-_READS_WORLD_SIZE = pl.Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
+_READERS = {
+    getattr(pl.Trainer, name).fget.__code__ for name in ("world_size", "num_devices", "device_ids")
+}
 #: Packages that ask for the number of processes themselves, and mean it.
 _OTHERS = {"lightning", "lightning_gpipe"}
 
@@ -30,15 +32,17 @@ def explain_one_stage() -> None:
 
 
 def is_read_by_user(frame: FrameType) -> bool:
-    """Whether a module or DataModule reads ``trainer.world_size``.
+    """Whether a module or DataModule reads ``trainer.world_size``, or what counts devices.
 
     Args:
         frame: That of the strategy's property.
     """
-    trainer = frame.f_back
-    if trainer is None or trainer.f_code is not _READS_WORLD_SIZE or trainer.f_back is None:
+    trainer = reader = frame.f_back
+    while reader is not None and reader.f_code in _READERS:
+        reader = reader.f_back
+    if reader is None or reader is trainer:
         return False
-    return _belongs_to_others(trainer.f_back) is False
+    return _belongs_to_others(reader) is False
 
 
 def is_called_by_user(frame: FrameType | None) -> bool:
@@ -79,6 +83,22 @@ def warn_of_world_size(what: str, stages: int, replicas: int) -> None:
         " trainer.distributed_sampler_kwargs, which tell the replica and their number. What gathers"
         " a batch from all processes finds each sample once per stage: self.all_gather finds it"
         " once."
+    )
+
+
+def warn_of_collective(name: str, stages: int, replicas: int) -> None:
+    """Say over what a collective call of the user's goes.
+
+    Args:
+        name: The function's.
+        stages: K.
+        replicas: D.
+    """
+    rank_zero_warn(
+        f"torch.distributed.{name}() goes over all processes: {stages} stages x {replicas}"
+        " replicas. The stages of a pipeline work on the same batch, so what is summed or gathered"
+        " there counts each sample once per stage. self.all_gather(x) goes over replicas alone, and"
+        " so does self.trainer.strategy.reduce(x, reduce_op='sum')."
     )
 
 

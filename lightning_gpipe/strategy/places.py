@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -53,15 +54,39 @@ class PlacedStrategy(ParallelStrategy):
     @override
     def world_size(self) -> int:
         size = super().world_size
-        if not self._has_warned and self.stages > 1 and advice.is_read_by_user(sys._getframe()):
-            self._has_warned = True
-            advice.warn_of_world_size("trainer.world_size", self.stages, size // self.stages)
+        self._warn(sys._getframe(), "trainer.world_size", size)
         return size
+
+    @property
+    def parallel_devices(self) -> Any:
+        """The devices of this node."""
+        found = self._parallel_devices
+        self._warn(sys._getframe(), "trainer.num_devices", len(found or ()))
+        return found
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Any) -> None:
+        """Set them."""
+        self._parallel_devices = devices
+
+    def _warn(self, frame: FrameType, what: str, size: int) -> None:
+        """Say what a number of processes counts, if the user reads it.
+
+        Args:
+            frame: Of the property.
+            what: What is read.
+            size: It.
+        """
+        if self._has_warned or size < 2 or not advice.is_read_by_user(frame):
+            return
+        if (stages := self.stages) > 1:
+            self._has_warned = True
+            advice.warn_of_world_size(what, stages, size // stages)
 
     @property
     def num_processes(self) -> int:
         """Processes of this node."""
-        return len(self.parallel_devices or ())
+        return len(self._parallel_devices or ())
 
     @property
     def stages(self) -> int:
@@ -131,9 +156,9 @@ class PlacedStrategy(ParallelStrategy):
         )
 
     def _device_of(self, rank: int) -> torch.device:
-        if not self.parallel_devices:
+        if not self._parallel_devices:
             raise RuntimeError("The strategy has no devices yet: the Trainer sets them.")
-        return self.parallel_devices[rank % len(self.parallel_devices)]
+        return self._parallel_devices[rank % len(self._parallel_devices)]
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's place."""

@@ -16,6 +16,8 @@ from lightning_gpipe.strategy.patches import DATALOADER, DEFAULT_GROUP
 
 #: Where PyTorch's functions stand, and what logs their calls.
 _DISTRIBUTED, _LOGGER = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
+#: What combines the values of all processes.
+_COLLECTIVES = "all_", "_all_gather", "reduce", "_reduce", "gather"
 _this_thread = threading.local()
 
 
@@ -71,22 +73,25 @@ def hooks_see_replicas(groups: Groups) -> Iterator[None]:
 def size_told_of(stages: int, replicas: int) -> Iterator[None]:
     """Warn, once, where a module or DataModule asks PyTorch for the number of processes.
 
-    Not where replicas count as processes.
+    And once where it sums, or gathers, over all of them. Not where replicas count as processes.
 
     Args:
         stages: K.
         replicas: D.
     """
-    default_group, has_warned = DEFAULT_GROUP.current(), False
+    default_group, told = DEFAULT_GROUP.current(), set[str]()
 
     def noticed() -> Any:
-        nonlocal has_warned
-        if not has_warned:
-            name, caller = _asked()
-            has_warned = name == "get_world_size" and advice.is_called_by_user(caller)
-            if has_warned:
-                what = "torch.distributed.get_world_size()"
-                advice.warn_of_world_size(what, stages, replicas)
+        name, caller = _asked()
+        what = "size" if name == "get_world_size" else "collective"
+        is_one = what == "size" or name.startswith(_COLLECTIVES)
+        if is_one and what not in told and advice.is_called_by_user(caller):
+            told.add(what)
+            if what == "size":
+                size = "torch.distributed.get_world_size()"
+                advice.warn_of_world_size(size, stages, replicas)
+            else:
+                advice.warn_of_collective(name, stages, replicas)
         return default_group()
 
     with DEFAULT_GROUP.replaced(noticed) if stages > 1 else nullcontext():
