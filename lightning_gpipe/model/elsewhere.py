@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.model.arithmetic import DIVIDE, MULTIPLY
+from lightning_gpipe.model.refused import Refused
 from lightning_gpipe.model.remote import METADATA, tensors_given, tensors_in
 from lightning_gpipe.tensors import strides
 
@@ -31,7 +32,7 @@ from lightning_gpipe.tensors import strides
 HOLDER = "_gpipe_holder"
 
 
-class HeldElsewhere(RuntimeError):
+class HeldElsewhere(Refused):
     """A step reads the values of a tensor that another stage holds."""
 
 
@@ -250,9 +251,9 @@ def _compute(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     holder = holder_of((args, kwargs))
-    refusal = holder.refusal(name)
+    refusal = partial(holder.refusal, name)
     if _RANDOM.search(name):
-        raise refusal
+        raise refusal()
     if name in _LIKE:  # needs the shape alone
         kwargs = {**kwargs, "device": "meta"}
     if writes(name):
@@ -260,20 +261,20 @@ def _compute(
     inputs = tensors_given(args, kwargs)
     theirs = [t for t in inputs if isinstance(t, _Elsewhere)]
     if any(holder_of(t).stage != holder.stage for t in theirs):
-        raise refusal
+        raise refusal()
     scales = name in _SCALING or any(t.dim() for t in theirs)
     for tensor in inputs:
         is_here = not isinstance(tensor, _Elsewhere)
         if is_here and (tensor.dim() or tensor.requires_grad or not scales):
-            raise refusal
+            raise refusal()
     try:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
     except Exception as error:
-        raise refusal from error
+        raise refusal() from error
     outputs, size = tensors_in(result), min(t.numel() for t in theirs)
     if not outputs or any(not t.is_meta or t.numel() < size for t in outputs):
-        raise refusal
+        raise refusal()
     return _marked(result, holder)
 
 
@@ -303,21 +304,21 @@ def _write(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    refusal: HeldElsewhere,
+    refusal: Callable[[], HeldElsewhere],
 ) -> Any:
     """Change what is held here; the rest is changed by the stage that holds it."""
     first = args[0] if args else next(iter(kwargs.values()))  # of torch.nn.init
     if isinstance(first, _Elsewhere):
         return first
     if not isinstance(first, (list, tuple)):
-        raise refusal  # a tensor of this stage, changed by one that isn't here
+        raise refusal()  # a tensor of this stage, changed by one that isn't here
     here = [i for i, t in enumerate(first) if not isinstance(t, _Elsewhere)]
     kept = [
         [arg[i] for i in here] if isinstance(arg, (list, tuple)) and len(arg) == len(first) else arg
         for arg in args
     ]
     if any(isinstance(t, _Elsewhere) for t in tensors_in((kept, kwargs))):
-        raise refusal
+        raise refusal()
     return func(*kept, **kwargs) if here else None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_gpipe.model.refused import Refused
 from lightning_gpipe.tensors import strides
 
 #: The stages that have a value.
@@ -54,7 +55,7 @@ class Origin:
     is_mean: bool = False
 
 
-class NotHere(RuntimeError):
+class NotHere(Refused):
     """A step reads a value that another stage has."""
 
 

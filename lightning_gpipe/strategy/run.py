@@ -24,6 +24,7 @@ from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.layer_state import generators_of
 from lightning_gpipe.model.partition import Partition
+from lightning_gpipe.model.refused import tell, told_of
 from lightning_gpipe.model.step_errors import explained
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.pipeline.pipeline import Parts, Surroundings
@@ -176,6 +177,7 @@ class Run:
             if self._can_restore():
                 self.pipeline.cut_unbuilt()
         parts = self.pipeline.parts
+        tell()
         with self._world.guarded():
             self._undo.close()
         # they know this object and the groups
@@ -247,6 +249,7 @@ class Run:
         with (
             self._world.guarded(*spared),
             self._trial.shared(),
+            told_of(),
             explained(self._trainer.lightning_module),
         ):
             self._world.generators.share()
