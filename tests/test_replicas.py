@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -313,6 +316,37 @@ def test_samplers_by_world_rank_are_refused(world: int, stages: int) -> None:
     expected = run_ranks(sample, world, RightSampler, stages)[0]
     found = run_ranks(sample, world, AskingSampler, stages)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class AsTold(RightSampler):
+    """Notes what the Trainer tells where the loader is made."""
+
+    def shares(self) -> dict[str, int]:
+        told = self.trainer
+        self.told = told.global_rank, told.world_size, told.is_global_zero
+        self.strategies = told.strategy.replicas, told.strategy.stage
+        return super().shares()
+
+
+def sample_by_torchrun(stages: int) -> Any:
+    """With the variables that torchrun sets, which its environment reads whenever it is asked."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    of_torchrun = {"RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    module = AsTold()
+    with patch.dict(os.environ, of_torchrun):
+        options = {
+            "plugins": TorchElasticEnvironment(),
+            "strategy": GPipeStrategy(2, stages=stages),
+        }
+        trainer(devices=world, max_steps=2, **options).fit(module)
+    return module.told, module.strategies
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
+def test_hooks_that_make_loaders_are_told_of_all_processes(world: int, stages: int) -> None:
+    found = run_ranks(sample_by_torchrun, world, stages)
+    assert [told for told, _ in found] == [(rank, world, rank == 0) for rank in range(world)]
+    assert {replicas for _, (replicas, _) in found} == {world // stages}
 
 
 class Shares(L.LightningDataModule):

@@ -34,6 +34,8 @@ class PlacedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._settings = settings
         self._has_warned = False
+        # torchrun's environment reads variables, which loaders see otherwise while they are made
+        self._place: tuple[int, int] | None = None
         self._settled_chunks: int | None = None
         self._chunks_before: int | None = None  # of the checkpoint that a run goes on from
 
@@ -53,9 +55,14 @@ class PlacedStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        size = super().world_size
+        size = super().world_size if self._place is None else self._place[1]
         self._warn(sys._getframe(), "trainer.world_size", size)
         return size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self._place is None else self._place[0]
 
     @property
     def parallel_devices(self) -> Any:
@@ -162,8 +169,10 @@ class PlacedStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment this process's place."""
-        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self._environment.set_world_size(self.num_nodes * self.num_processes)
+        environment = self._environment
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        self._place = environment.global_rank(), environment.world_size()
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  (an untyped attribute)
 
     @property
