@@ -26,6 +26,16 @@ class Refused(RuntimeError):
 
 
 @contextmanager
+def noted() -> Iterator[None]:
+    """Forget what came before a run, and warn at its end."""
+    _caught.clear()
+    try:
+        yield
+    finally:
+        _tell()
+
+
+@contextmanager
 def told_of() -> Iterator[None]:
     """Warn at the end of what code has caught until then; another error gets it as a note."""
     try:
@@ -35,10 +45,10 @@ def told_of() -> Iterator[None]:
             add_note(error, _TEXT.format(next(iter(_caught))))
         _caught.clear()
         raise
-    tell()
+    _tell()
 
 
-def tell() -> None:
+def _tell() -> None:
     """Warn of what code has caught."""
     texts = [*_caught]
     _caught.clear()

@@ -10,12 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_gpipe.model.remote import origin_of
+from lightning_gpipe.model.remote import origin_of, told
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.merging import weighted_mean
-from lightning_gpipe.strategy.recipes import Recipe, means_of
+from lightning_gpipe.strategy.recipes import Mean, Recipe, means_of
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
@@ -29,6 +30,19 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+_NOTHING = (
+    "{0} is NaN in some micro-batches and a number in others, as a mean over nothing is, such as"
+    " over samples of a class of which a micro-batch has none. With step='micro-batch' the"
+    " mini-batch's is NaN, too. Use a metric of torchmetrics, log a sum and a count with"
+    " reduce_fx='sum', or use GPipeStrategy(step='mini-batch')."
+)
+_ONE_NUMBER = (
+    "{0} with reduce_fx='sum' is {1} in every micro-batch, and is added up: it counts {2} times in"
+    " a mini-batch. If it counts batches, or is a constant, log it in on_train_batch_end or"
+    " on_validation_batch_end, which run once for each."
+)
+
+
 @dataclass(slots=True)
 class _Entry:
     """One call of ``self.log``.
@@ -38,16 +52,20 @@ class _Entry:
         value: A tensor without a graph, a number or a metric.
         options: The other arguments.
         recipe: How it comes about; None: it is a mean, or it isn't known.
+        is_mean: Whether it is known to be a mean.
+        is_loss: Whether it is what the step is trained by.
     """
 
     micro_batch: int
     value: Any
     options: dict[str, Any]
     recipe: Recipe | None
+    is_mean: bool = False
+    is_loss: bool = False
 
 
-class BatchSizes:
-    """The batch sizes with which values are logged, over the mini-batches of a run.
+class LoggedBefore:
+    """With which batch sizes values are logged, over the mini-batches of a run, and what is said.
 
     A step gives the same one for all micro-batches because they are equal, or because it is a
     constant, such as the loader's batch size. A constant counts the same in every mini-batch.
@@ -56,6 +74,13 @@ class BatchSizes:
     def __init__(self) -> None:
         self._largest: dict[str, int] = {}  # samples of a mini-batch, by what is logged
         self._seen: dict[str, tuple[float, int, float]] = {}
+        self._warned = set[str]()
+
+    def warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            rank_zero_warn(text)
 
     def of_mini_batch(self, name: str, sizes: Sequence[float], samples: Sequence[int]) -> int:
         """The batch size of a mini-batch.
@@ -82,16 +107,18 @@ class StepLog:
 
     Args:
         values: What steps make of metrics and means: that is logged as for the mini-batch.
-        sizes: The batch sizes that calls have given.
+        before: What calls have given in earlier mini-batches.
     """
 
-    def __init__(self, values: StepValues, sizes: BatchSizes) -> None:
+    def __init__(self, values: StepValues, before: LoggedBefore) -> None:
         self._values = values
         self._entries: dict[tuple[str, int], list[_Entry]] = {}
         self._counts: dict[str, int] = {}
         self._micro_batch = 0
         self._means: list[tuple[str, Tensor]] | None = None
-        self._sizes = sizes
+        self._before = before
+        self._is_looked_at = False
+        self._of_step: list[tuple[_Entry, Any]] = []
         self._default_dtype = torch.get_default_dtype()
 
     def begin(self, micro_batch: int, is_looked_at: bool) -> None:
@@ -104,6 +131,18 @@ class StepLog:
         self._micro_batch = micro_batch
         self._counts.clear()
         self._means = [] if is_looked_at else None
+        self._is_looked_at |= is_looked_at
+        self._of_step.clear()
+
+    def end(self, loss: Tensor | None) -> None:
+        """End the step of a micro-batch.
+
+        Args:
+            loss: What is trained by; None: nothing is.
+        """
+        for entry, value in self._of_step:
+            entry.is_loss = value is loss
+        self._of_step.clear()
 
     def means(self) -> list[tuple[str, Tensor]]:
         """What the step has logged that should be means over samples, and what it is."""
@@ -128,16 +167,20 @@ class StepLog:
         if isinstance(value, Tensor):
             if self._means is not None and _takes_mean(entry):
                 self._means += [(_what(name), mean) for mean in means_of(value, recipe)]
+            origin = origin_of(value)
+            entry.is_mean = isinstance(recipe, Mean) or (origin is not None and origin.is_mean)
             entry.value = _kept(value, trace)
         count = self._counts[name] = self._counts.get(name, 0) + 1
         self._entries.setdefault((name, count), []).append(entry)
+        self._of_step.append((entry, value))
 
     def replay(self, log: Any, weights: Sequence[float], samples: Sequence[int]) -> None:
         """Log what was noted, once.
 
         Args:
             log: ``self.log`` of the module.
-            weights: How much each micro-batch counts, where the call doesn't say its batch size.
+            weights: How much each micro-batch counts, where the call doesn't say its batch size,
+                or logs what is trained by.
             samples: How many each has: by these it counts where the call says the same for all.
         """
         with default_dtype(self._default_dtype):
@@ -150,10 +193,33 @@ class StepLog:
             sizes: list[Any] = [entry.options.get("batch_size") for entry in entries]
             if None not in sizes:
                 said, own = [samples[entry.micro_batch] for entry in entries], [*map(float, sizes)]
-                options["batch_size"] = self._sizes.of_mini_batch(name, own, said)
+                options["batch_size"] = self._before.of_mini_batch(name, own, said)
                 counts = [float(one) for one in said] if len(set(own)) == 1 else own
+            if all(entry.is_loss for entry in entries):
+                counts = [weights[entry.micro_batch] for entry in entries]
             value = self._of_mini_batch(name, entries, counts)
-            log(name, _reduced(entries, counts) if value is None else value, **options)
+            value = _reduced(entries, counts) if value is None else value
+            if self._is_looked_at:
+                self._look(name, entries, counts, samples)
+            log(name, value, **options)
+
+    def _look(
+        self,
+        name: str,
+        entries: Sequence[_Entry],
+        counts: Sequence[float],
+        samples: Sequence[int],
+    ) -> None:
+        """Warn of what isn't the mini-batch's, by the values of its micro-batches."""
+        values = [told(entry.value) for entry, count in zip(entries, counts, strict=True) if count]
+        if all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+            missing = torch.stack([value.isnan().any() for value in values]).tolist()
+            if any(missing) and not all(missing):
+                self._before.warn(_NOTHING.format(_what(name)))
+        first, of_each = values[0] if values else None, samples[entries[0].micro_batch]
+        is_one = type(first) in (int, float) and all(value == first for value in values)
+        if is_one and first and _reduction(entries[0]) == "sum" and first % of_each:
+            self._before.warn(_ONE_NUMBER.format(_what(name), first, len(entries)))
 
     def _of_mini_batch(
         self, name: str, entries: Sequence[_Entry], counts: Sequence[float]
@@ -161,7 +227,7 @@ class StepLog:
         """What the mini-batch gives, if it is known without what was logged."""
         recipes = [entry.recipe for entry in entries]
         if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
-            recipes = [r if r is not None and r.is_of_metrics else None for r in recipes]
+            recipes = [r if _is_of_mini_batch(r) else None for r in recipes]
         return self._values.of_mini_batch(recipes, counts, _what(name))
 
 
@@ -206,13 +272,25 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
         not isinstance(v, Tensor) and v == values[0] for v in values
     ):
         return values[0]  # a learning rate, say: no digit is lost
-    reduce = entries[0].options.get("reduce_fx", "mean")
-    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
     tensors = [_as_tensor(value) for value in values]
-    if name.lower() in _REDUCTIONS:
-        return _REDUCTIONS[name.lower()](torch.stack(tensors).flatten(), 0)
+    name = _reduction(entries[0])
+    if name in _REDUCTIONS and not all(entry.is_mean or entry.is_loss for entry in entries):
+        return _REDUCTIONS[name](torch.stack(tensors).flatten(), 0)
     floats = [t if t.is_floating_point() else t.to(torch.get_default_dtype()) for t in tensors]
     return weighted_mean(floats, counts)
+
+
+def _is_of_mini_batch(recipe: Recipe | None) -> bool:
+    """Whether a value is the mini-batch's however it is reduced over steps."""
+    if isinstance(recipe, Mean):
+        return True
+    return recipe is not None and recipe.is_of_metrics
+
+
+def _reduction(entry: _Entry) -> str:
+    """The name of what reduces a value over steps."""
+    reduce = entry.options.get("reduce_fx", "mean")
+    return (reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")).lower()
 
 
 def _takes_mean(entry: _Entry) -> bool:

@@ -32,7 +32,7 @@ from lightning_gpipe.strategy.batches import (
     tensors_of,
 )
 from lightning_gpipe.strategy.exchange import Exchange
-from lightning_gpipe.strategy.logged import BatchSizes, StepLog, warn_of_layer
+from lightning_gpipe.strategy.logged import LoggedBefore, StepLog, warn_of_layer
 from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
 from lightning_gpipe.strategy.merging import Argument, merge, weighted_mean
 from lightning_gpipe.strategy.recipes import means_of
@@ -72,7 +72,7 @@ class _MiniBatch:
     results: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.log = StepLog(self.metrics.values, self.metrics.sizes)
+        self.log = StepLog(self.metrics.values, self.metrics.logged)
         self.rest = tuple(Argument(one) if type(one) is int else one for one in self.rest)
 
     def given(self) -> list[list[Tensor]]:
@@ -95,14 +95,14 @@ class _MiniBatch:
             except (RuntimeError, ValueError, LookupError) as error:
                 self._explain(error, m)
                 raise
-        if self.trains:
-            result = _with_scalar(result)
+        result = _with_scalar(result) if self.trains else result
+        loss, look = _loss_of(result), None
+        self.log.end(loss if self.trains else None)
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
             if self.buffers is not None:
                 self.buffers.end()
             self.metrics.finish(self.sizes, list(map(_weight_of, self.results, self.sizes)))
-        loss, look = _loss_of(result), None
         weight = result.get("weight") if isinstance(result, Mapping) and loss is not None else None
         if exchange is not None:
             means = self.log.means() + ([] if self.trains else self._means(result))
@@ -301,7 +301,7 @@ class MicroBatchSteps:
 
     def _probe(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Have the module cut, if that waits for an input; see :meth:`PipelinedModule.probe`."""
-        log = StepLog(self.metrics.values, BatchSizes())
+        log = StepLog(self.metrics.values, LoggedBefore())
         self._log = log
         try:
             result = self._pipeline.probe(lambda: step(batch, *rest), (batch, rest))

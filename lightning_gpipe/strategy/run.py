@@ -24,7 +24,7 @@ from lightning_gpipe.gradients.data_parallel import DataParallelOptions
 from lightning_gpipe.gradients.norm import gradient_norm, scale_to_norm
 from lightning_gpipe.model.layer_state import generators_of
 from lightning_gpipe.model.partition import Partition
-from lightning_gpipe.model.refused import tell, told_of
+from lightning_gpipe.model.refused import noted, told_of
 from lightning_gpipe.model.step_errors import explained
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.pipeline.pipeline import Parts, Surroundings
@@ -126,6 +126,7 @@ class Run:
                 )
             )
             undo.callback(self._close_averages)
+            undo.enter_context(noted())
             undo.enter_context(monitor.attached(trainer, watch, self.pipeline, world, settings))
             self.pipeline.to_device()
             undo.enter_context(
@@ -177,7 +178,6 @@ class Run:
             if self._can_restore():
                 self.pipeline.cut_unbuilt()
         parts = self.pipeline.parts
-        tell()
         with self._world.guarded():
             self._undo.close()
         # they know this object and the groups

@@ -29,7 +29,7 @@ from lightning_gpipe.model.step_trace import Follow, StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
 from lightning_gpipe.strategy.blank_metrics import Blanks
-from lightning_gpipe.strategy.logged import BatchSizes
+from lightning_gpipe.strategy.logged import LoggedBefore
 from lightning_gpipe.strategy.metric_states import MetricStates
 from lightning_gpipe.strategy.recipes import Call
 from lightning_gpipe.strategy.step_values import StepValues
@@ -64,7 +64,7 @@ class StepMetrics:
         self._blanks = Blanks()
         self._default_dtype = torch.get_default_dtype()
         #: What the steps of the mini-batch make of what they give, and of means; how they log it.
-        self.values, self.sizes = StepValues(), BatchSizes()
+        self.values, self.logged = StepValues(), LoggedBefore()
         self._aggregates = Aggregates(self.values)
 
     @contextmanager

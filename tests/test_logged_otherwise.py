@@ -1,0 +1,105 @@
+"""What steps of micro-batches log with other reductions, batch sizes and numbers than means."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_gpipe import GPipeStrategy
+from tests import models
+from tests.ranks import run_ranks
+from tests.training import trainer
+
+
+class Logs(models.Module):
+    """Logs sums, greatest values and means with all kinds of options."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        loss = functional.mse_loss(out, y)
+        error = functional.l1_loss(out, y)
+        tokens = int((batch_idx + 3) * x.abs().sum())
+        self.log("loss", loss, batch_size=tokens)
+        self.log("total of losses", loss, reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("greatest loss", loss.detach(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("total of errors", error, reduce_fx=torch.sum, on_epoch=True)
+        self.log("sum", (out - y).square().sum(), reduce_fx="sum", on_epoch=True)
+        self.log("samples", torch.tensor(float(len(x))), reduce_fx="sum", on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        loss = functional.mse_loss(self(x), y)
+        self.log("total in validation", loss, reduce_fx="sum")
+
+    val_dataloader = models.Module.train_dataloader
+
+
+class Numbers(models.Module):
+    """Logs what is otherwise, and is told of."""
+
+    what = "batches"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        if self.what == "batches":
+            self.log("it", 1.0, reduce_fx="sum", on_epoch=True)
+        elif self.what == "samples":
+            self.log("it", len(x), reduce_fx="sum", on_epoch=True)
+        elif self.what == "tokens":
+            self.log("it", x.numel(), reduce_fx="sum", on_epoch=True)
+        elif self.what == "class":
+            chosen = torch.arange(len(x)) < (2 if bool((x[0] == FIRST).all()) else 0)
+            self.log("it", (out - y).square()[chosen].mean())
+        return functional.mse_loss(out, y)
+
+
+FIRST = next(iter(models.Module().train_dataloader()))[0][0]
+
+
+def logged(kind: Any, stages: int) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    strategy: Any = (
+        {"strategy": GPipeStrategy(2, step="micro-batch"), "devices": stages} if stages else {}
+    )
+    run = trainer(max_epochs=2, limit_train_batches=3, **strategy)
+    run.fit(kind("sgd"))
+    return dict(run.callback_metrics)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_means_are_the_mini_batchs_however_they_are_reduced(stages: int) -> None:
+    expected = logged(Logs, 0)
+    assert len(expected) > 8
+    torch.testing.assert_close(run_ranks(logged, stages, Logs, stages)[0], expected)
+
+
+def told(what: str) -> list[str]:
+    module = Numbers("sgd")
+    module.what = what
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(strategy=GPipeStrategy(2, step="micro-batch"), devices=2, max_steps=3).fit(module)
+    return [text for each in found if "self.log('it'" in (text := str(each.message))]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("batches", "is 1.0 in every micro-batch, and is added up: it counts 2 times"),
+        ("samples", ""),
+        ("tokens", ""),
+        ("class", "is NaN in some micro-batches and a number in others"),
+    ],
+)
+def test_numbers_that_count_otherwise_are_told_of(what: str, text: str) -> None:
+    found = run_ranks(told, 2, what)[0]
+    assert len(found) == bool(text)
+    assert all(text in each for each in found)
