@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torchmetrics.classification import BinaryAUROC
 
 from lightning_gpipe import GPipeStrategy
 from tests import models
@@ -103,3 +104,36 @@ def test_numbers_that_count_otherwise_are_told_of(what: str, text: str) -> None:
     found = run_ranks(told, 2, what)[0]
     assert len(found) == bool(text)
     assert all(text in each for each in found)
+
+
+class Scores(models.Module):
+    """A metric that warns of a class without samples, of which a micro-batch may have none."""
+
+    def build(self) -> None:
+        super().build()
+        self.score = BinaryAUROC()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        self.score(out[:, 0].detach().sigmoid(), (torch.arange(len(x)) < self.positives).int())
+        self.log("score", self.score)
+        return functional.mse_loss(out, y)
+
+    positives = 8
+
+
+def warned_of_classes(positives: int, strategy: Any) -> list[str]:
+    module = Scores("sgd")
+    module.positives = positives
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(strategy=strategy, max_steps=2, max_epochs=1).fit(module)
+    return [text for each in found if "samples in targets" in (text := str(each.message))]
+
+
+def test_a_metric_warns_of_the_mini_batch_alone() -> None:
+    for positives in (2, 8):
+        plain = warned_of_classes(positives, "auto")
+        assert bool(plain) == (positives == 8)
+        assert warned_of_classes(positives, GPipeStrategy(2, step="micro-batch")) == plain

@@ -7,6 +7,7 @@ logged with ``on_step=True``, is that of the mini-batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -300,11 +301,16 @@ def _both(first: Follow, second: Follow, trace: StepTrace, ran: Ran) -> None:
 def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:
     """What a metric gives for a micro-batch.
 
+    Without its warnings, such as of a class that has no samples: the mini-batch may have some, and
+    is computed, too.
+
     Raises:
         ValueError: If it gives nothing for one sample, with what to do.
     """
     try:
-        return forward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return forward()
     except ValueError as error:
         if values.samples > 1:
             raise
