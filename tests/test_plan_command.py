@@ -177,7 +177,7 @@ class WithoutData(Warming):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\x00\xb8", r"users\.yaml can't be read as `fit` .*can't decode"),
+        (b"\xff\x00\xb8", r"(?s)users\.yaml can't be read as `fit` .*can't decode"),
         (
             f"model: {__name__}.Failing".encode(),
             rf"What .*users\.yaml names can't be made: KeyError: 'width', {HERE} \(__init__\)\.$",
@@ -230,7 +230,7 @@ def test_arguments_of_fit_go_with_the_file(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "The class of the model and .* named once: in the file, or by --model"),
+        ([], "Where the script names the classes, .* give --model package.module:Model --data"),
         ([*DIGITS, "--trainer.speed=9"], "speed"),
         ([*DIGITS, "--devices=0"], "devices must be a whole number from 1"),
         ([*DIGITS, "--trainer.devices=auto"], "give --devices"),
@@ -250,7 +250,7 @@ def test_what_a_file_lacks_is_told(example: str, arguments: list[str], message: 
 def test_a_class_that_is_named_twice_is_told(tmp_path: Path) -> None:
     file = tmp_path / "warming.yaml"
     file.write_text(f"trainer: {{devices: 2, strategy: gpipe}}\nmodel: {__name__}.Warming\n")
-    with pytest.raises(SystemExit, match="named once: in the file, or by --model"):
+    with pytest.raises(SystemExit, match="If the file names the classes itself, leave out --model"):
         cli.main(["plan", str(file), "--model", f"{__name__}:Warming"])
 
 

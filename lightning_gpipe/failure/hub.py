@@ -141,7 +141,9 @@ class Hub:
                 "All ranks have been waiting for each other for"
                 f" {self._deadlines.stall_s:.0f} s, so they don't run the same step."
                 " Call the model, the Trainer and collectives on every rank alike, never under `if"
-                " rank == 0`, and give all replicas the same number of batches. Now"
+                " rank == 0`, and give all replicas the same number of batches. Collectives of"
+                " torch.distributed in a layer, or in a backward of one's own, run on the stages"
+                " that have it alone: gather with self.all_gather(x, sync_grads=True). Now"
                 f" {waits}."
             )
             self._suspect(Failure(NO_RANK, NO_RANK, text, "stall"))

@@ -139,10 +139,10 @@ class _Elsewhere:
         tensor = cast(Tensor, self)
         holder = holder_of(tensor)
         warnings.warn(
-            f"'{holder.name}' is saved without values, which stage {holder.stage} (rank"
-            f" {holder.rank}) holds. While the Trainer runs, trainer.save_checkpoint(path) on every"
-            " rank saves the whole model; after it torch.save does, unless the layers were built on"
-            " the meta device (then call trainer.strategy.restore_module() before).",
+            f"What stage {holder.stage} (rank {holder.rank}) holds is saved without values. While"
+            " the Trainer runs, trainer.save_checkpoint(path) on every rank saves the whole model;"
+            " after it torch.save does, unless the layers were built on the meta device (then call"
+            " trainer.strategy.restore_module() before).",
             stacklevel=2,
         )
         with torch._C.DisableTorchFunctionSubclass():

@@ -64,12 +64,15 @@ def tell_cut(
             )
             break
     if outside > OUTSIDE_LIMIT and groups.stages > 1 and is_replicated:
+        is_manual = not getattr(module, "automatic_optimization", True)
+        by_step = (
+            " with GPipeStrategy(step='micro-batch') the first or the last stage alone does, if the"
+            " loss is a mean over samples or tokens. Or move"
+        )
         around.warn(
             f"{outside:.0%} of the parameters are outside the backbone '{backbone}'."
-            " Every stage holds and computes them: with GPipeStrategy(step='micro-batch') the"
-            " first or the last stage alone does, if the loss is a mean over samples or tokens."
-            " Or move what you can into the backbone, or name another one with"
-            " GPipeStrategy(backbone=...)."
+            f" Every stage holds and computes them:{' move' if is_manual else by_step}"
+            " what you can into the backbone, or name another one with GPipeStrategy(backbone=...)."
         )
 
 

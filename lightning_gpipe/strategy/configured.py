@@ -87,11 +87,15 @@ def configured(
             raise ValueError(f"What {file} names can't be made: {line_of(error)}.") from error
         if not isinstance(error, (ArgumentError, UnicodeDecodeError)):
             raise
+        hint = (
+            "Where the script names the classes, LightningCLI(Model, Data), give --model"
+            " package.module:Model --data package.module:Data; for a command line with arguments"
+            " of its own give package.module:function in place of the file."
+            if model is None
+            else "If the file names the classes itself, leave out --model and --data."
+        )
         raise ValueError(
-            f"{file} can't be read as `fit` of a LightningCLI reads it: {error}\nThe class of the"
-            " model and that of the data are named once: in the file, or by --model"
-            " package.module:Class and --data …. For a command line with arguments of its own give"
-            " package.module:function."
+            f"{file} can't be read as `fit` of a LightningCLI reads it. {hint}\n{error}"
         ) from error
     trainer: Any = cli.trainer
     cli.model.trainer = trainer  # which configure_optimizers and hooks of batches may ask
