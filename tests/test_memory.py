@@ -23,7 +23,7 @@ from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.plan.memory import layer_memories
+from lightning_gpipe.plan.memory import layer_memories, micro_batch_of
 from lightning_gpipe.plan.model_memory import ModelMemory, human_bytes
 from lightning_gpipe.plan.optimizer_state import optimizer_state_bytes
 from lightning_gpipe.plan.settings import Settings
@@ -399,3 +399,17 @@ def test_tensors_that_pass_for_others_have_no_memory_to_look_at() -> None:
             Tree.of([torch.zeros(2), torch.zeros(3)], "The input")
     finally:
         torch.set_warn_always(was_always)
+
+
+class MixesTime(nn.Module):
+    """Multiplies with a mask of all positions."""
+
+    def forward(self, value: Any) -> Any:
+        x, mask = value
+        return x + mask @ x, mask
+
+
+def test_a_mask_as_long_as_the_batch_stays_whole() -> None:
+    sample = torch.zeros(4, 4, 2), torch.zeros(4, 4)
+    x, mask = micro_batch_of(sample, 2, [MixesTime(), MixesTime()], run_layer)
+    assert (x.shape, mask.shape) == ((2, 4, 2), (4, 4))

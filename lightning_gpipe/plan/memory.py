@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,6 +34,7 @@ from lightning_gpipe.model.on_meta import (
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.backward_memory import in_backward
 from lightning_gpipe.plan.operations import Operations
+from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.tensors.microbatch import Split, batch_leaf
 from lightning_gpipe.tensors.tree import Tree
 
@@ -138,12 +140,19 @@ def held_tensors(
     return tuple(found.values())
 
 
-def micro_batch_of(sample: Any, chunks: int) -> Any:
-    """The largest micro-batch of a backbone's input; views of it."""
+def micro_batch_of(
+    sample: Any, chunks: int, layers: Sequence[nn.Module], run_layer: RunLayer
+) -> Any:
+    """The largest micro-batch of a backbone's input, cut as the pipeline cuts it; views of it."""
     batch = Tree.of(sample, "The backbone's input")
-    if batch_leaf(batch) is None:
+    if (first := batch_leaf(batch)) is None:
         return sample
-    return Split.plan(batch, chunks).scatter(batch)[0].value()
+    whole, samples = frozenset[int](), batch.leaves[first].shape[0]
+    others = (leaf for leaf in batch.tensors() if leaf is not batch.leaves[first])
+    if chunks > 1 and any(leaf.shape[:2] == (samples, samples) for leaf in others):
+        with suppress(ValueError):  # the run tells that it can't be told
+            whole = PerSample(layers, chunks, nullcontext).whole(batch, run_layer)
+    return Split.plan(batch, chunks, whole).scatter(batch)[0].value()
 
 
 def layer_memories(

@@ -115,7 +115,8 @@ class ModelMemory:
         states = None if optimizers is None else optimizer_state_bytes(optimizers)
         inside = {id(part) for part in body.modules()}
         outside = [part for part in module.modules() if id(part) not in inside]
-        held, micro_batch = held_tensors(outside, states), micro_batch_of(sample, chunks)
+        held = held_tensors(outside, states)
+        micro_batch = micro_batch_of(sample, chunks, layers, run_layer)
         if is_detached and any(tensor.gradient for tensor in held):
             micro_batch = tree_map_only(
                 Tensor,

@@ -285,7 +285,8 @@ class Planner:
 
     def _memory(self, chunks: int) -> ModelMemory:
         """What the model holds with micro-batches of one size."""
-        given = Tree.of(micro_batch_of(self.sample, chunks), "The backbone's input").leaves
+        micro_batch = micro_batch_of(self.sample, chunks, self.layers, self.run_layer)
+        given = Tree.of(micro_batch, "The backbone's input").leaves
         key = str([tuple(x.shape) if isinstance(x, Tensor) else x for x in given])
         if key not in self._memories:
             found = ModelMemory.of(
