@@ -95,6 +95,13 @@ def test_the_remedy_is_for_this_model(build: Callable[[], nn.Module], remedy: st
     assert remedy in str(caught.value)
 
 
+class OwnDict(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self:
+            x = self[name](x)
+        return x
+
+
 class Own(nn.Sequential):
     """Gives its layers in its own way."""
 
@@ -116,6 +123,7 @@ def redirected() -> nn.Module:
     [
         (Own(*layers()), "must be an nn.Sequential that keeps nn.Sequential.forward"),
         (redirected(), "must be an nn.Sequential that keeps nn.Sequential.forward"),
+        (OwnDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), "is a OwnDict, which GPipe"),
         (nn.Linear(2, 2), "is a Linear, which GPipe can't cut"),
         (nn.Sequential(), "has no layers"),
     ],

@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.model.loop import Loop
+from lightning_gpipe.model.loop_notes import INPUT
+from lightning_gpipe.model.promise import Promise, Promised
 from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import train, trainer
 
+GPU = torch.device("cuda", 1)
 CALLED: dict[str, Callable[..., Any]] = {
     "whole": lambda module, hidden, reentrant: checkpoint(
         module.backbone, hidden, use_reentrant=reentrant
@@ -69,7 +73,7 @@ class Module(models.Around):
         hidden = self.before(x)
         if self.how == "sequential":
             hidden = checkpoint_sequential(self.backbone, 2, hidden, use_reentrant=self.reentrant)
-        elif self.how == "method":
+        elif self.how in ("method", "nested", "saved"):
             hidden = checkpoint(self.body, hidden, use_reentrant=self.reentrant)
         else:
             hidden = CALLED[self.how](self, hidden, self.reentrant)
@@ -80,7 +84,13 @@ class Module(models.Around):
         return self(batch[0])
 
     def body(self, hidden: Tensor) -> Tensor:
-        made: Tensor = self.backbone(hidden)
+        if self.how == "nested":
+            made: Tensor = checkpoint(self.backbone, hidden, use_reentrant=False)
+        elif self.how == "saved":
+            with torch.autograd.graph.save_on_cpu():
+                made = self.backbone(hidden)
+        else:
+            made = self.backbone(hidden)
         return made * made
 
 
@@ -95,9 +105,32 @@ class Residual(Module):
                 made: Tensor = hidden + layer(nn.functional.layer_norm(hidden, (models.WIDTH,)))
                 return made
 
-            hidden = checkpoint(one, hidden, use_reentrant=False)
+            hidden = checkpoint(one, hidden, use_reentrant=self.reentrant)
         out: Tensor = self.after(hidden)
         return out
+
+
+class Whole(Module):
+    """Hands a dictionary on."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Sequential(*(OfDictionary() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"hidden": self.before(x), "x": x}
+        for layer in self.backbone:
+            state = checkpoint(layer, state, use_reentrant=self.reentrant)
+        out: Tensor = self.after(state["hidden"])
+        return out
+
+
+class OfDictionary(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(models.WIDTH, models.WIDTH)
+
+    def forward(self, state: Any) -> Any:
+        return state | {"hidden": super().forward(state["hidden"]).tanh() + state["x"]}
 
 
 def fit(stages: int, how: str, reentrant: bool, step: Any, kind: Any = Module) -> Any:
@@ -122,25 +155,38 @@ def fits(stages: int, step: str) -> dict[str, Any]:
         for how in CALLED
         for reentrant in (False, True)
     }
-    return found | {"residual": fit(stages, "", False, step, Residual)}
+    more = {
+        f"{kind.__name__} {reentrant}": fit(stages, "", reentrant, step, kind)
+        for kind in (Residual, Whole)
+        for reentrant in (False, True)
+    }
+    return found | more
 
 
 @pytest.mark.parametrize("step", ["mini-batch", "micro-batch"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_it_trains_as_without(stages: int, step: str) -> None:
     plain = fit(0, "whole", False, step)
-    residual = fit(0, "", False, step, Residual)
+    kinds = {kind.__name__: fit(0, "", False, step, kind) for kind in (Residual, Whole)}
     for how, found in run_ranks(fits, stages, stages, step)[0].items():
-        expected = residual if how == "residual" else plain
+        expected = kinds.get(how.partition(" ")[0], plain)
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0, msg=how)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("how", "reentrant"),
+    [("method", False), ("method", True), ("nested", False), ("nested", True), ("saved", False)],
+)
 @pytest.mark.parametrize("stages", [1, 2])
-def test_what_would_be_repeated_is_refused(stages: int, reentrant: bool) -> None:
+def test_what_would_be_repeated_is_refused(stages: int, how: str, reentrant: bool) -> None:
     problem = r"inside torch\.utils\.checkpoint, by a function that it would call once more"
     with pytest.raises(RankError, match=problem):
-        run_ranks(fit, stages, stages, "method", reentrant, "mini-batch")
+        run_ranks(fit, stages, stages, how, reentrant, "mini-batch")
+
+
+def test_a_promise_of_a_gpu_tells_its_device() -> None:
+    promise = Promise.of(Promised(Loop.begin(None, (torch.ones(2),), {}), INPUT, GPU))  # type: ignore[arg-type]
+    assert (promise.device, promise.get_device(), promise.is_cuda) == (GPU, 1, True)
 
 
 def test_layers_may_not_be_taken_out_of_the_backbone() -> None:

@@ -457,6 +457,44 @@ def test_nothing_is_said_of_a_loss_that_is_looked_at(caplog: Any) -> None:
     assert "can't be checked" not in caplog.text
 
 
+class OfLists(L.LightningDataModule):
+    """Gives the labels as lists, as questions with several answers have them."""
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(SAMPLES, FEATURES, generator=generator)
+        return DataLoader([(rows, [(3 * i) % CLASSES for i in range(SAMPLES)])], batch_size=None)
+
+
+def one_by_one(m: Any, x: Tensor, labels: list[int]) -> Tensor:
+    targets = torch.zeros(len(x), CLASSES)
+    for i, label in enumerate(labels):
+        targets[i, label] = 1.0
+    return F.binary_cross_entropy_with_logits(scores_of(m, x), targets)
+
+
+def at_once(m: Any, x: Tensor, labels: list[int]) -> Tensor:
+    return F.cross_entropy(scores_of(m, x), torch.tensor(labels))
+
+
+def of_pairs(m: Any, x: Tensor, labels: list[int]) -> Tensor:
+    scores = scores_of(m, x)
+    return F.cross_entropy(scores @ scores.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"), [(one_by_one, False), (at_once, False), (of_pairs, True)]
+)
+def test_targets_of_lists_are_not_exchanged(loss: Any, is_told: bool, caplog: Any) -> None:
+    module = type("Kind", (Step,), {"loss": loss})()
+    strategy = GPipeStrategy(4, step="micro-batch", backbone="body")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(module, OfLists(), strategy=strategy, max_epochs=3)
+    assert any("together" in str(each.message) for each in found) == is_told
+    assert ("It makes a tensor of what a list in the batch says" in caplog.text) != is_told
+
+
 def said_on_replicas() -> list[str]:
     """What a run of two replicas logs, of which the first one's steps are looked at."""
     said, log = list[str](), logging.getLogger("lightning.pytorch")

@@ -88,3 +88,23 @@ def test_a_refusal_that_is_caught_is_told_of(kind: Any, step: str, text: str) ->
 def test_an_error_that_follows_names_it() -> None:
     with pytest.raises(RankError, match=r"(?s)KeyError.*has caught this error.*reads 'backbone\."):
         run_ranks(told, 2, Fallback, "mini-batch")
+
+
+class Reads(models.Around):
+    """Doesn't catch it."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.detach().cpu().numpy()
+
+
+def told_of_an_error() -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(Exception, match="reads 'backbone"):
+            trainer(devices=2, max_steps=2, strategy=GPipeStrategy(2)).fit(Reads("sgd"))
+    return [str(each.message) for each in found if "has caught" in str(each.message)]
+
+
+def test_what_nobody_catches_is_told_of_once() -> None:
+    assert run_ranks(told_of_an_error, 2) == [[], []]

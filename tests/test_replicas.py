@@ -349,6 +349,21 @@ def test_hooks_that_make_loaders_are_told_of_all_processes(world: int, stages: i
     assert {replicas for _, (replicas, _) in found} == {world // stages}
 
 
+class GathersInPlace(models.Module):
+    """Puts its own rows where those of all processes would be, as CLIP's ports do."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self(x)
+        rows = self.all_gather(out.detach()).reshape(-1, *out.shape)
+        rows[self.global_rank] = out
+        return nn.functional.mse_loss(rows[0], y)
+
+
+def test_a_rank_that_is_no_replicas_is_told_of() -> None:
+    with pytest.raises(RankError, match=r"IndexError.*(?s:.)*distributed_sampler_kwargs\['rank'\]"):
+        run_ranks(sample, 2, GathersInPlace, 2)
+
+
 class Shares(L.LightningDataModule):
     """Shares data out by the number of processes, or that of replicas."""
 

@@ -48,7 +48,7 @@ class Timed:
     @cached_property
     def boundaries(self) -> list[int]:
         """Bytes that a micro-batch hands on behind each layer, if M is :data:`CHUNKS`."""
-        given = micro_batch_of(self.model.given(), CHUNKS)
+        given = micro_batch_of(self.model.given(), CHUNKS, self.model.layers, run_layer)
         return [m.output.nbytes for m in layer_memories([*self.model.layers], run_layer, given)]
 
     def settings(self, stages: int, chunks: int, **others: object) -> Settings:

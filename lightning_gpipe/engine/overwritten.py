@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import KeyPath, MappingKey, SequenceKey
+from torch.utils._pytree import GetAttrKey, KeyPath, MappingKey, SequenceKey
 
 from lightning_gpipe.engine.executor import MiniBatch
 from lightning_gpipe.model.remote import is_metadata
@@ -84,15 +84,19 @@ def _replaced(entry: Any, path: KeyPath) -> Any:
     """What stands in the place of an entry whose part at a path, if there is one, is unusable."""
     if not path or not isinstance(entry, (dict, list, tuple)):
         return _unusable(entry)
-    (step, *left) = path
+    step: Any = path[0]
+    left = path[1:]
     if isinstance(entry, dict) and isinstance(step, MappingKey):
-        entry[step.key] = _replaced(entry.get(step.key), tuple(left))
+        entry[step.key] = _replaced(entry.get(step.key), left)
     elif isinstance(entry, list) and isinstance(step, SequenceKey):
         entry += [None] * (step.idx + 1 - len(entry))
-        entry[step.idx] = _replaced(entry[step.idx], tuple(left))
-    elif type(entry) is tuple and isinstance(step, SequenceKey) and step.idx < len(entry):
-        before, behind = entry[: step.idx], entry[step.idx + 1 :]
-        return (*before, _replaced(entry[step.idx], tuple(left)), *behind)
+        entry[step.idx] = _replaced(entry[step.idx], left)
+    elif isinstance(entry, tuple):
+        names = getattr(entry, "_fields", ())  # of a named one
+        index = names.index(step.name) if isinstance(step, GetAttrKey) else step.idx
+        if index < len(entry):
+            made = *entry[:index], _replaced(entry[index], left), *entry[index + 1 :]
+            return type(entry)._make(made) if names else made  # type: ignore[attr-defined]
     return entry
 
 

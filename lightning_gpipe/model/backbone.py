@@ -201,6 +201,7 @@ def _found(module: nn.Module) -> str:
         for kind, bodies in (
             ("nn.Sequential", _outermost(module, "")),
             ("nn.ModuleList", _lists(module, "")),
+            ("nn.ModuleDict", ((name, module) for name in _dicts(module))),
         )
         if (names := [key for key, _ in bodies])
     ]
@@ -241,8 +242,9 @@ def _dicts(module: nn.Module) -> Iterator[str]:
     total = parameter_count([module])
     for name, part in module.named_modules():
         is_of_one = len({type(child) for child in part.children()}) == 1
-        if type(part) is nn.ModuleDict and len(part) > 1 and is_of_one:
-            yield from [name] if parameter_count([part]) > total / 2 else []
+        is_one = type(part) is nn.ModuleDict and len(part) > 1 and is_of_one
+        if is_one and parameter_count([part]) > total / 2:
+            yield name
 
 
 #: What a Trainer calls, and what these call.

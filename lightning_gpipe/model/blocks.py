@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.model.listener import OWN, Listener, Listening
+from lightning_gpipe.model.listener import Listener, Listening
 from lightning_gpipe.model.stand_in import StandIns
 
 
@@ -66,8 +66,7 @@ class Sequential(Listening, nn.Sequential):
         return listener.is_alone and not listener.is_looped_over  # by which loops tell blocks apart
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in OWN}
-        return nn.Sequential, (), state
+        return nn.Sequential, (), self.state_without()
 
 
 class ModuleDict(Listening, nn.ModuleDict):
@@ -85,6 +84,13 @@ class ModuleDict(Listening, nn.ModuleDict):
         if listener is None:
             return layer
         return listener.stand_in(self, list(self._modules).index(key), "", layer)
+
+    def keys(self) -> Any:
+        """The layers' names."""
+        listener = self._listener
+        if listener is None:
+            return super().keys()
+        return StandIns([*self._modules], partial(listener.loop_over, self))
 
     def values(self) -> Any:
         """The layers, or what stands in for them."""
@@ -106,16 +112,15 @@ class ModuleDict(Listening, nn.ModuleDict):
         return any(last in (key, layer, (key, layer)) for last in met)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in OWN}
-        return nn.ModuleDict, (), state
+        return nn.ModuleDict, (), self.state_without()
 
 
 class _OfUser(Listening):
     """The first base of what is made of a user's class; its copies are of that class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in OWN}
-        return copyreg.__newobj__, (type(self).__bases__[1],), state  # type: ignore[attr-defined]
+        made, kind = copyreg.__newobj__, type(self).__bases__[1]  # type: ignore[attr-defined]
+        return made, (kind,), self.state_without()
 
 
 _TAKEN_OVER: dict[type[nn.Module], type[Listening]] = {
@@ -137,7 +142,7 @@ def listening(kind: Any) -> type[Listening] | None:
     """
     if kind in _TAKEN_OVER or issubclass(kind, Listening):
         return _TAKEN_OVER.get(kind)
-    for base in _TAKEN_OVER:
+    for base in (nn.ModuleList, nn.Sequential):
         is_called = base is nn.Sequential and kind.forward is base.forward
         names = "__iter__", "__getitem__", "__reversed__"
         is_plain = all(getattr(kind, n, None) is getattr(base, n, None) for n in names)

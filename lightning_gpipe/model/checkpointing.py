@@ -45,7 +45,15 @@ def refuse_repeats() -> None:
     Raises:
         RuntimeError: If the running call is one.
     """
-    if _name_of_hooks().startswith("_recomputation_hook"):
+    hooks, repeats = list[Any](), False
+    try:
+        while _top(True) is not None:  # others' may lie over them
+            repeats |= _name_of_hooks().startswith("_recomputation_hook")
+            hooks.append(_top(True))
+            _pop()
+    finally:
+        _push_all(hooks)
+    if repeats:
         raise RuntimeError(_TEXT)
 
 
@@ -79,8 +87,13 @@ def unchecked() -> Iterator[None]:
     try:
         yield
     finally:
-        for pack, unpack in reversed(hooks):
-            _push(pack, unpack)
+        _push_all(hooks)
+
+
+def _push_all(hooks: Sequence[Any]) -> None:
+    """Put hooks back that were taken away from the top."""
+    for pack, unpack in reversed(hooks):
+        _push(pack, unpack)
 
 
 def _name_of_hooks() -> str:
@@ -129,6 +142,8 @@ def _named(function: Any) -> Sequence[Any]:
     found = [function, getattr(function, "__self__", None)]
     if isinstance(function, partial):
         found += [*_named(function.func), *function.args, *function.keywords.values()]
+    found += getattr(function, "__defaults__", None) or ()
+    found += (getattr(function, "__kwdefaults__", None) or {}).values()
     for cell in getattr(function, "__closure__", None) or ():
         try:
             found.append(cell.cell_contents)

@@ -57,9 +57,12 @@ _COPIED = (
 )
 _SET = "Set weights before the Trainer runs."
 _AFTER_ERROR = "After a run that an error has ended, build the module anew, and load a checkpoint."
-_REDUCTIONS = re.compile(r"norm|^(nan)?sum$|mean|abs|square|pow|std|var|max|min|isfinite|isnan|any")
+_REDUCTIONS = re.compile(
+    r"^((linalg_)?(vector_|matrix_)?norm|(nan)?(sum|mean)|abs|square|pow|std|var|a?max|a?min"
+    r"|isfinite|isnan|any)$"
+)
 _LEAVING = {"cpu", "numpy", "__array__", "item", "tolist", "to", "histc", "TensorBoard"}
-_AVERAGING = re.compile(r"clone|copy|lerp|add|mul|sub|detach")
+_AVERAGING = re.compile(r"^(clone|copy_?|_foreach_\w+|lerp_?|detach|add_?|mul_?|sub_?)$")
 
 
 def _remedies(what: str, of_gradient: bool) -> tuple[str, ...]:
@@ -223,7 +226,7 @@ _METADATA = METADATA | {
 }
 #: Draws numbers: on the stage that holds the tensor alone, so that the generators drift apart.
 _RANDOM = re.compile(
-    r"rand|normal|uniform|bernoulli|dropout|cauchy|exponential|geometric|orthogonal"
+    r"rand|normal(?!ize)|uniform|bernoulli|dropout|cauchy|exponential|geometric|orthogonal"
 )
 #: Makes a tensor of the same shape.
 _LIKE = {"empty_like", "full_like", "ones_like", "zeros_like"}

@@ -39,6 +39,7 @@ class HandedOn:
     given: Any
     watched: Watched = field(default_factory=Watched)
     _modes: tuple[Any, ...] = ()
+    _leaves: list[Any] = field(default_factory=list)
     _due: int = 0
     _latest: Any = None
 
@@ -51,6 +52,7 @@ class HandedOn:
         if not tensors or any(map(is_promise, tensors)):
             return None
         begun = cls(args[0], _modes=modes_of(tensors[0]), _latest=args[0])
+        begun._leaves = tree_leaves(args[0])
         for tensor in tensors:
             begun.watched.tensor(tensor)
         return begun
@@ -79,8 +81,10 @@ class HandedOn:
             raise out_of_order(index, self._due)
         if len(args) != 1 or kwargs or args[0] is not self._latest:
             Handed().refuse()
-        tensors = (leaf for leaf in tree_leaves(self.given) if isinstance(leaf, Tensor))
-        if modes_of(next(tensors)) != self._modes:
+        if [*map(id, tree_leaves(self.given))] != [*map(id, self._leaves)]:
+            Handed().refuse()  # something was put into it
+        first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        if modes_of(first) != self._modes:
             raise other_modes(index)
         self.watched.block(index, block, places)
         self._due, self._latest = index + 1, (handed := Handed())

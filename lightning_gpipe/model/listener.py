@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from lightning_gpipe.model.capturing import not_capturing
-from lightning_gpipe.model.checkpointing import refuse_repeats
+from lightning_gpipe.model.checkpointing import refuse_checkpointed, refuse_repeats
 from lightning_gpipe.model.dry_runs import AsWritten, DryRuns
 from lightning_gpipe.model.handed_on import HandedOn
 from lightning_gpipe.model.layer_state import places_of
@@ -64,6 +64,10 @@ class Listening(nn.Module):
     def detach(self) -> None:
         """Be an ordinary list again."""
         self._before, self._listener = self._listener, None
+
+    def state_without(self) -> dict[str, Any]:
+        """Its attributes without those by which loops are listened to, for its copies."""
+        return {name: value for name, value in self.__dict__.items() if name not in OWN}
 
     def give_back(self, kind: type[nn.Module]) -> None:
         """Be of a class again that the list was of before it was taken over."""
@@ -194,6 +198,8 @@ class Listener:
             A promise; from the last block its output.
         """
         refuse_repeats()
+        if index == 0:
+            refuse_checkpointed()
         layers, (args, kwargs, _) = layers_of(blocks), with_known(args, kwargs)
         if index == 0 and not part:
             self._handed_on = HandedOn.begun(args, kwargs)

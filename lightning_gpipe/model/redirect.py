@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
-import torch.utils.checkpoint
+import torch
 from torch import nn
 
 from lightning_gpipe.model.blocks import listening, loops_over_itself

@@ -32,6 +32,8 @@ def noted() -> Iterator[None]:
     try:
         yield
     finally:
+        if isinstance(sys.exc_info()[1], Refused):  # it ends the run
+            _caught.clear()
         _tell()
 
 
@@ -40,6 +42,9 @@ def told_of() -> Iterator[None]:
     """Warn at the end of what code has caught until then; another error gets it as a note."""
     try:
         yield
+    except StopIteration:  # a step has read its last batch
+        _tell()
+        raise
     except Exception as error:
         if not isinstance(error, Refused) and _caught:
             add_note(error, _TEXT.format(next(iter(_caught))))

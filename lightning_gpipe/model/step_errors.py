@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import walk_tb
+from traceback import extract_tb, walk_tb
 from types import TracebackType
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.model.parameters import layers_of
 from lightning_gpipe.model.promise import CONDITION
 from lightning_gpipe.model.remote import NotHere
+
+_RANK = re.compile(r"\b(global_|local_|get_)?rank\b")
 
 
 @contextmanager
@@ -44,6 +47,13 @@ def explained(module: nn.Module) -> Iterator[None]:
                 "A forward hook runs on the stage that has its layer, so what it keeps is missing"
                 " on others. Return it with the backbone's output, shape [batch, ...], and let the"
                 " step use that.",
+            )
+        line = extract_tb(error.__traceback__)[-1].line or ""
+        if _RANK.search(line) and any(map(_is_elsewhere, module.modules())):
+            add_note(
+                error,
+                "A rank counts the processes of all stages, and self.all_gather goes over replicas:"
+                " this one's place among them is self.trainer.distributed_sampler_kwargs['rank'].",
             )
         raise
     except RuntimeError as error:

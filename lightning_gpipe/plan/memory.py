@@ -149,6 +149,7 @@ def micro_batch_of(
         return sample
     whole, samples = frozenset[int](), batch.leaves[first].shape[0]
     others = (leaf for leaf in batch.tensors() if leaf is not batch.leaves[first])
+    # others of that length are rare, and to look at them costs a run of all layers
     if chunks > 1 and any(leaf.shape[:2] == (samples, samples) for leaf in others):
         with suppress(ValueError):  # the run tells that it can't be told
             whole = PerSample(layers, chunks, nullcontext).whole(batch, run_layer)

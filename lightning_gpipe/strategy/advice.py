@@ -16,9 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_gpipe.strategy import _lightning
 
-_READERS = {
-    getattr(pl.Trainer, name).fget.__code__ for name in ("world_size", "num_devices", "device_ids")
-}
+_COUNTS = {getattr(pl.Trainer, name).fget.__code__ for name in ("world_size", "num_devices")}
+_READERS = {*_COUNTS, pl.Trainer.device_ids.fget.__code__}  # type: ignore[attr-defined]
 #: Packages that ask for the number of processes themselves, and mean it.
 _OTHERS = {"lightning", "lightning_gpipe"}
 
@@ -37,10 +36,10 @@ def is_read_by_user(frame: FrameType) -> bool:
     Args:
         frame: That of the strategy's property.
     """
-    trainer = reader = frame.f_back
+    last, reader = frame, frame.f_back
     while reader is not None and reader.f_code in _READERS:
-        reader = reader.f_back
-    if reader is None or reader is trainer:
+        last, reader = reader, reader.f_back
+    if reader is None or last.f_code not in _COUNTS:
         return False
     return _belongs_to_others(reader) is False
 
@@ -67,16 +66,18 @@ def _belongs_to_others(frame: FrameType) -> bool | None:
     return False if isinstance(reads, (pl.LightningModule, pl.LightningDataModule)) else None
 
 
-def warn_of_world_size(what: str, stages: int, replicas: int) -> None:
+def warn_of_world_size(what: str, size: int, stages: int, replicas: int) -> None:
     """Say what the number of processes counts.
 
     Args:
         what: What tells it.
+        size: It; of one node, perhaps.
         stages: K.
         replicas: D.
     """
     rank_zero_warn(
-        f"{what} is {stages * replicas} here: {stages} stages x {replicas} replicas."
+        f"{what} is {size} here: {stages} stages x {replicas} replicas"
+        f"{' on all nodes' if size < stages * replicas else ''}."
         " The stages of a pipeline work on the same batch, so a batch size or learning rate that"
         f" goes by the number of devices is meant to use trainer.strategy.replicas ({replicas})."
         " Data that is shared out by it would be left unread in part: share it out by"

@@ -45,6 +45,16 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
+def has_lists(value: Any, samples: int) -> bool:
+    """Whether a micro-batch has a list without tensors, with an entry for each of its samples."""
+    if isinstance(value, Mapping):
+        return any(has_lists(item, samples) for item in value.values())
+    if not isinstance(value, (list, tuple)):
+        return False
+    is_one = type(value) is list and len(value) == samples and not tensors_of(value)
+    return is_one or any(has_lists(item, samples) for item in value)
+
+
 @dataclasses.dataclass(slots=True)
 class Places:
     """Where in the batches of a loader something is split by samples, and where not.

@@ -20,8 +20,9 @@ from torch import Tensor
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.model.ran import Ran
-from lightning_gpipe.model.remote import told
+from lightning_gpipe.model.remote import origin_of, told
 from lightning_gpipe.model.step_trace import BACKBONE, StepTrace
+from lightning_gpipe.strategy.batches import has_lists
 from lightning_gpipe.strategy.halves import halves_of
 from lightning_gpipe.strategy.noted import Noted
 from lightning_gpipe.strategy.replay import CannotReplay, Replay
@@ -81,6 +82,7 @@ class Exchange:
         self._noted: list[Noted] = []
         self._rows: Sequence[Tensor] = ()
         self._samples = self._elements = 0
+        self._has_lists = False
         self._trace: StepTrace | None = None
         self._loss: Tensor | None = None
         self._weight: Any = None
@@ -97,13 +99,15 @@ class Exchange:
         self._number = self._counts[kind]
         return is_due(self._number)
 
-    def begin(self, rows: Sequence[Tensor], samples: int) -> None:
+    def begin(self, rows: Sequence[Tensor], samples: int, part: Any = None) -> None:
         """Begin the step of a micro-batch.
 
         Args:
             rows: The tensors in it that have a row for each sample.
             samples: How many it has.
+            part: It. Lists in it with an entry for each aren't exchanged.
         """
+        self._has_lists = has_lists(part, samples)
         self._noted.clear()
         self._rows, self._samples, self._elements = rows, samples if self._looks else 0, 0
         self._cause = "" if samples > 1 else "A micro-batch has one sample."
@@ -118,7 +122,10 @@ class Exchange:
             self._noted.append(Noted.now(ran, is_here, self._groups.device))
             if is_here:
                 self._elements += sum(tensor.numel() for tensor in ran.made)
-            if self._elements > _ELEMENTS:
+            if self._has_lists and _is_of_list(ran, self._samples):
+                self._cause = "It makes a tensor of what a list in the batch says of each sample."
+                self._stop()
+            elif self._elements > _ELEMENTS:
                 self._cause = f"Outside the backbone it makes more than {_ELEMENTS:,} numbers."
                 self._stop()
             elif len(self._noted) > _FUNCTIONS:
@@ -238,6 +245,18 @@ class _Found:
     def mixes(self) -> bool:
         """Whether anything does so."""
         return self.before is not None or self.loss is not None or bool(self.means)
+
+
+def _is_of_list(ran: Ran, samples: int) -> bool:
+    """Whether a function has put numbers of Python's into a tensor with a row for each sample."""
+    if not any(t.ndim and len(t) == samples for t in (*ran.given, *ran.made)):
+        return False
+    if ran.name in ("stack", "cat"):
+        return not any(t.ndim or t.requires_grad or origin_of(t) is not None for t in ran.given)
+    if ran.name != "__setitem__":
+        return ran.name in ("tensor", "as_tensor", "from_numpy", "asarray")
+    index = ran.args[1] if isinstance(ran.args[1], tuple) else (ran.args[1],)
+    return any(type(each) is int for each in index)
 
 
 def _better(name: str | None, other: str | None) -> str | None:

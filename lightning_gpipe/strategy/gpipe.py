@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 class GPipeStrategy(PlanningStrategy):
     """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
 
-    The module's steps call an ``nn.Sequential``, or loop over an ``nn.ModuleList``: the *backbone*.
+    The module's steps call an ``nn.Sequential``, or loop over a list of layers: the *backbone*.
     Its layers are cut into K stages, one process each. Every mini-batch is split into M
     micro-batches that flow through the stages; activations are re-materialized in the backward; the
     optimizer steps once per mini-batch. The backbone's output comes back on every stage, so the

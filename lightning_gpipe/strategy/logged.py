@@ -74,6 +74,7 @@ class LoggedBefore:
     def __init__(self) -> None:
         self._largest: dict[str, int] = {}  # samples of a mini-batch, by what is logged
         self._seen: dict[str, tuple[float, int, float]] = {}
+        self._numbers: dict[str, float] = {}
         self._warned = set[str]()
 
     def warn(self, text: str) -> None:
@@ -81,6 +82,11 @@ class LoggedBefore:
         if text not in self._warned:
             self._warned.add(text)
             rank_zero_warn(text)
+
+    def is_again(self, name: str, number: float) -> bool:
+        """Whether the same number was logged when this was asked last."""
+        before, self._numbers[name] = self._numbers.get(name), number
+        return before == number
 
     def of_mini_batch(self, name: str, sizes: Sequence[float], samples: Sequence[int]) -> int:
         """The batch size of a mini-batch.
@@ -168,7 +174,8 @@ class StepLog:
             if self._means is not None and _takes_mean(entry):
                 self._means += [(_what(name), mean) for mean in means_of(value, recipe)]
             origin = origin_of(value)
-            entry.is_mean = isinstance(recipe, Mean) or (origin is not None and origin.is_mean)
+            is_known = origin is not None and origin.is_mean
+            entry.is_mean = is_known or _stays_mean(recipe, self._values.samples)
             entry.value = _kept(value, trace)
         count = self._counts[name] = self._counts.get(name, 0) + 1
         self._entries.setdefault((name, count), []).append(entry)
@@ -200,34 +207,30 @@ class StepLog:
             value = self._of_mini_batch(name, entries, counts)
             value = _reduced(entries, counts) if value is None else value
             if self._is_looked_at:
-                self._look(name, entries, counts, samples)
+                self._look(name, value, entries, samples)
             log(name, value, **options)
 
     def _look(
-        self,
-        name: str,
-        entries: Sequence[_Entry],
-        counts: Sequence[float],
-        samples: Sequence[int],
+        self, name: str, logged: Any, entries: Sequence[_Entry], samples: Sequence[int]
     ) -> None:
         """Warn of what isn't the mini-batch's, by the values of its micro-batches."""
-        values = [told(entry.value) for entry, count in zip(entries, counts, strict=True) if count]
-        if all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
-            missing = torch.stack([value.isnan().any() for value in values]).tolist()
-            if any(missing) and not all(missing):
-                self._before.warn(_NOTHING.format(_what(name)))
-        first, of_each = values[0] if values else None, samples[entries[0].micro_batch]
-        is_one = type(first) in (int, float) and all(value == first for value in values)
-        if is_one and first and _reduction(entries[0]) == "sum" and first % of_each:
-            self._before.warn(_ONE_NUMBER.format(_what(name), first, len(entries)))
+        values = [told(entry.value) for entry in entries]
+        is_nan = [isinstance(v, Tensor) and bool(v.isnan().any()) for v in (logged, *values)]
+        if is_nan[0] and not all(is_nan) and not entries[0].is_loss:  # of which others tell
+            self._before.warn(_NOTHING.format(_what(name)))
+        if _reduction(entries[0]) == "sum" and len(entries) == len(samples) > 1:
+            first, of_each = values[0], samples[entries[0].micro_batch]
+            is_one = type(first) in (int, float) and all(value == first for value in values)
+            if is_one and first % of_each and self._before.is_again(name, first):
+                self._before.warn(_ONE_NUMBER.format(_what(name), first, len(entries)))
 
     def _of_mini_batch(
         self, name: str, entries: Sequence[_Entry], counts: Sequence[float]
     ) -> Tensor | None:
         """What the mini-batch gives, if it is known without what was logged."""
-        recipes = [entry.recipe for entry in entries]
+        recipes: list[Recipe | None] = [entry.recipe for entry in entries]
         if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
-            recipes = [r if _is_of_mini_batch(r) else None for r in recipes]
+            recipes = [e.recipe if e.is_mean or _is_of_metrics(e) else None for e in entries]
         return self._values.of_mini_batch(recipes, counts, _what(name))
 
 
@@ -280,11 +283,22 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
     return weighted_mean(floats, counts)
 
 
-def _is_of_mini_batch(recipe: Recipe | None) -> bool:
-    """Whether a value is the mini-batch's however it is reduced over steps."""
-    if isinstance(recipe, Mean):
-        return True
-    return recipe is not None and recipe.is_of_metrics
+def _is_of_metrics(entry: _Entry) -> bool:
+    return entry.recipe is not None and entry.recipe.is_of_metrics
+
+
+def _stays_mean(recipe: Recipe | None, samples: int) -> bool:
+    """Whether a value is known to be a mean, and no sum that is divided by a constant.
+
+    Args:
+        recipe: How it comes about.
+        samples: Of the micro-batch.
+    """
+    if not isinstance(recipe, Mean):
+        return False
+    if isinstance(recipe.divisor, Tensor):
+        return recipe.counts
+    return recipe.divisor is None or recipe.is_sure or recipe.divisor in (samples, recipe.elements)
 
 
 def _reduction(entry: _Entry) -> str:

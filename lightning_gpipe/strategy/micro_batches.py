@@ -85,7 +85,7 @@ class _MiniBatch:
         self.log.begin(m, exchange is not None)
         self.metrics.values.samples, self.metrics.values.trains = self.sizes[m], self.trains
         if exchange is not None:
-            exchange.begin(self._rows(), self.sizes[m])
+            exchange.begin(self._rows(), self.sizes[m], self.parts[0])
         self.metrics.follow(None if exchange is None else exchange.follow)
         if not m and self.buffers is not None:
             self.buffers.begin()
@@ -95,9 +95,9 @@ class _MiniBatch:
             except (RuntimeError, ValueError, LookupError) as error:
                 self._explain(error, m)
                 raise
+        self.log.end(_loss_of(result) if self.trains else None)
         result = _with_scalar(result) if self.trains else result
         loss, look = _loss_of(result), None
-        self.log.end(loss if self.trains else None)
         self.results.append(_detached(result))
         if m == len(self.parts) - 1:
             if self.buffers is not None:

@@ -34,7 +34,7 @@ class PlacedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._settings = settings
         self._has_warned = False
-        # torchrun's environment reads variables, which loaders see otherwise while they are made
+        # rank and size: torchrun's environment reads variables, which are others for loaders
         self._place: tuple[int, int] | None = None
         self._settled_chunks: int | None = None
         self._chunks_before: int | None = None  # of the checkpoint that a run goes on from
@@ -88,7 +88,7 @@ class PlacedStrategy(ParallelStrategy):
             return
         if (stages := self.stages) > 1:
             self._has_warned = True
-            advice.warn_of_world_size(what, stages, size // stages)
+            advice.warn_of_world_size(what, size, stages, self.replicas)
 
     @property
     def num_processes(self) -> int:

@@ -89,7 +89,7 @@ def size_told_of(stages: int, replicas: int) -> Iterator[None]:
             told.add(what)
             if what == "size":
                 size = "torch.distributed.get_world_size()"
-                advice.warn_of_world_size(size, stages, replicas)
+                advice.warn_of_world_size(size, stages * replicas, stages, replicas)
             else:
                 advice.warn_of_collective(name, stages, replicas)
         return default_group()

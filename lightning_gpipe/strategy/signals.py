@@ -161,7 +161,10 @@ class SaveOnSignal:
             self._before(number, frame)
             return
         self.is_pending = True
-        self._say("Ctrl-C: the run saves after this step, and ends. Press it again to end at once.")
+        self._say(
+            "Ctrl-C: the run saves after this step of training, or the one that follows the"
+            " validation, and ends. Press it again to end at once."
+        )
 
     def on_sigterm(self) -> bool:
         """Note a SIGTERM; returns whether anything will be saved."""

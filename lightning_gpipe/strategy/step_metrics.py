@@ -7,7 +7,6 @@ logged with ``on_step=True``, is that of the mini-batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,6 +20,7 @@ from torchmetrics.image import (
     MultiScaleStructuralSimilarityIndexMeasure,
     StructuralSimilarityIndexMeasure,
 )
+from torchmetrics.utilities import prints
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_gpipe.model.ran import Ran
@@ -301,16 +301,16 @@ def _both(first: Follow, second: Follow, trace: StepTrace, ran: Ran) -> None:
 def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:
     """What a metric gives for a micro-batch.
 
-    Without its warnings, such as of a class that has no samples: the mini-batch may have some, and
-    is computed, too.
+    Without torchmetrics' warnings, such as of a class that has no samples: the mini-batch may have
+    some, and is updated and computed, too.
 
     Raises:
         ValueError: If it gives nothing for one sample, with what to do.
     """
+    speaks: Any = prints.rank_zero_only  # of torchmetrics, by which rank 0 alone warns
+    rank, speaks.rank = speaks.rank, 1
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return forward()
+        return forward()
     except ValueError as error:
         if values.samples > 1:
             raise
@@ -320,6 +320,8 @@ def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepV
             " DataLoader(drop_last=True). Or call its update in the step, and log its compute() in"
             " on_train_epoch_end."
         ) from error
+    finally:
+        speaks.rank = rank
 
 
 def _refuse(measure: _Measure, chunks: int) -> None:
