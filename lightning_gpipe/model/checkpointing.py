@@ -1,7 +1,9 @@
 """``torch.utils.checkpoint`` around the backbone or its blocks, which the pipeline makes needless.
 
 It re-materializes their activations itself, and a checkpoint would call them once more in the
-backward, where no forward of all stages can run. So they are called without.
+backward, where no forward of all stages can run. So they are called without. A function of which
+it isn't seen that it leads to them runs without the checkpoint's hooks as far as they are called,
+and is refused where it would be repeated.
 """
 
 from __future__ import annotations
@@ -104,29 +106,57 @@ def _name_of_hooks() -> str:
     return str(hooks[0].__qualname__)
 
 
+_parts: list[IsPart] = []
+
+
+def _leads_to_part(function: Any, given: Any) -> bool:
+    """Whether a function of a checkpoint's, or what it is given, is a part of a pipeline."""
+    values = [*_named(function), *tree_leaves(given)]
+    return any(is_part(value) for is_part in _parts for value in values)
+
+
 class _Direct(CheckpointFunction):
-    """In the place of a reentrant checkpoint, which no hooks tell of."""
+    """In the place of a reentrant checkpoint: calls what leads to a pipeline without."""
 
     @classmethod
     def apply(cls, function: Any, preserve: bool, *args: Any) -> Any:
-        """Call a function, without a checkpoint if it leads to a pipeline."""
-        values = [*_named(function), *tree_leaves(args)]
-        if any(is_part(value) for is_part in _parts for value in values):
+        if _leads_to_part(function, args):
             return function(*args)
         return CheckpointFunction.apply(function, preserve, *args)
 
 
-_parts: list[IsPart] = []
+def _directly(checkpointed: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """The same for another one, which is a generator around the function's call."""
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if _leads_to_part(function, (args, kwargs)):
+            yield
+        else:
+            yield from checkpointed(function, *args, **kwargs)
+
+    return generator
+
+
+_GENERATORS = {
+    name: own
+    for name, own in vars(torch.utils.checkpoint).items()
+    if name.startswith("_checkpoint_without_reentrant_generator")
+}
+_OWN = {"CheckpointFunction": CheckpointFunction, **_GENERATORS}
+_DIRECT = {
+    "CheckpointFunction": _Direct,
+    **{name: _directly(own) for name, own in _GENERATORS.items()},
+}
 
 
 def call_directly(is_part: IsPart) -> None:
-    """Let reentrant checkpoints around what is a part of a pipeline do nothing, until :func:`stop`.
+    """Let checkpoints around what is a part of a pipeline do nothing, until :func:`stop`.
 
     Args:
         is_part: Tells it.
     """
     _parts.append(is_part)
-    torch.utils.checkpoint.CheckpointFunction = _Direct  # type: ignore[misc]
+    vars(torch.utils.checkpoint).update(_DIRECT)
 
 
 def stop(is_part: IsPart) -> None:
@@ -134,7 +164,7 @@ def stop(is_part: IsPart) -> None:
     if is_part in _parts:
         _parts.remove(is_part)
     if not _parts:
-        torch.utils.checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
+        vars(torch.utils.checkpoint).update(_OWN)
 
 
 def _named(function: Any) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeGuard
@@ -25,8 +24,6 @@ CONDITION = (
 
 
 _COLLECT = torch.stack, torch.cat
-#: What asks of all arguments whether they are tensors, and needs no more.
-_ASK_OF_ALL = "torch.utils.checkpoint", "torch._functorch.utils"
 
 
 class Unknown:
@@ -65,8 +62,7 @@ class Unknown:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance, whose answer isn't known either
-        asks = sys._getframe(1).f_globals.get("__name__")
-        return type(self) if asks in _ASK_OF_ALL else self.refuse()
+        return self.refuse()
 
     __hash__ = None  # type: ignore[assignment]
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
