@@ -21,6 +21,7 @@ from tests import models
 from tests.ranks import RankError, run_ranks
 from tests.training import train, trainer
 
+FUNCTIONS = {**vars(torch.utils.checkpoint)}
 GPU = torch.device("cuda", 1)
 CALLED: dict[str, Callable[..., Any]] = {
     "whole": lambda module, hidden, reentrant: checkpoint(
@@ -145,7 +146,7 @@ def fit(stages: int, how: str, reentrant: bool, step: Any, kind: Any = Module) -
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         state = train(module, **options())
         outputs = trainer(**options()).predict(module, module.train_dataloader())
-    assert torch.utils.checkpoint.CheckpointFunction.__name__ == "CheckpointFunction"
+    assert {**vars(torch.utils.checkpoint)} == FUNCTIONS
     return state, outputs if stages < 2 or torch.distributed.get_rank() == 0 else None
 
 

@@ -106,6 +106,9 @@ def _name_of_hooks() -> str:
     return str(hooks[0].__qualname__)
 
 
+#: How what is replaced begins.
+_REPLACED = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+_own: dict[str, Any] = {}  # what stood there before
 _parts: list[IsPart] = []
 
 
@@ -122,7 +125,7 @@ class _Direct(CheckpointFunction):
     def apply(cls, function: Any, preserve: bool, *args: Any) -> Any:
         if _leads_to_part(function, args):
             return function(*args)
-        return CheckpointFunction.apply(function, preserve, *args)
+        return _own["CheckpointFunction"].apply(function, preserve, *args)
 
 
 def _directly(checkpointed: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
@@ -137,18 +140,6 @@ def _directly(checkpointed: Callable[..., Iterator[None]]) -> Callable[..., Iter
     return generator
 
 
-_GENERATORS = {
-    name: own
-    for name, own in vars(torch.utils.checkpoint).items()
-    if name.startswith("_checkpoint_without_reentrant_generator")
-}
-_OWN = {"CheckpointFunction": CheckpointFunction, **_GENERATORS}
-_DIRECT = {
-    "CheckpointFunction": _Direct,
-    **{name: _directly(own) for name, own in _GENERATORS.items()},
-}
-
-
 def call_directly(is_part: IsPart) -> None:
     """Let checkpoints around what is a part of a pipeline do nothing, until :func:`stop`.
 
@@ -156,7 +147,12 @@ def call_directly(is_part: IsPart) -> None:
         is_part: Tells it.
     """
     _parts.append(is_part)
-    vars(torch.utils.checkpoint).update(_DIRECT)
+    if _own:
+        return
+    functions = vars(torch.utils.checkpoint)
+    for name in [name for name in functions if name.startswith(_REPLACED)]:
+        _own[name] = own = functions[name]
+        functions[name] = _Direct if name == "CheckpointFunction" else _directly(own)
 
 
 def stop(is_part: IsPart) -> None:
@@ -164,7 +160,8 @@ def stop(is_part: IsPart) -> None:
     if is_part in _parts:
         _parts.remove(is_part)
     if not _parts:
-        vars(torch.utils.checkpoint).update(_OWN)
+        vars(torch.utils.checkpoint).update(_own)
+        _own.clear()
 
 
 def _named(function: Any) -> Sequence[Any]:
