@@ -13,14 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-#: Tells whether a value is a part of a pipeline, or stands for one.
-IsPart: TypeAlias = Callable[[Any], bool]
+
+class HasParts(Protocol):
+    """Who knows what belongs to a pipeline."""
+
+    def is_part(self, value: Any) -> bool:
+        """Whether a value is a part of it, or stands for one."""
+
 
 _top: Callable[[bool], Any] = getattr(  # noqa: B009
     torch._C._autograd, "_top_saved_tensors_default_hooks"
@@ -109,13 +115,13 @@ def _name_of_hooks() -> str:
 #: How what is replaced begins.
 _REPLACED = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 _own: dict[str, Any] = {}  # what stood there before
-_parts: list[IsPart] = []
+_pipelines: WeakSet[HasParts] = WeakSet()  # one that isn't ended would else live on
 
 
 def _leads_to_part(function: Any, given: Any) -> bool:
     """Whether a function of a checkpoint's, or what it is given, is a part of a pipeline."""
     values = [*_named(function), *tree_leaves(given)]
-    return any(is_part(value) for is_part in _parts for value in values)
+    return any(pipeline.is_part(value) for pipeline in [*_pipelines] for value in values)
 
 
 class _Direct(CheckpointFunction):
@@ -140,13 +146,13 @@ def _directly(checkpointed: Callable[..., Iterator[None]]) -> Callable[..., Iter
     return generator
 
 
-def call_directly(is_part: IsPart) -> None:
+def call_directly(pipeline: HasParts) -> None:
     """Let checkpoints around what is a part of a pipeline do nothing, until :func:`stop`.
 
     Args:
-        is_part: Tells it.
+        pipeline: Tells what is one.
     """
-    _parts.append(is_part)
+    _pipelines.add(pipeline)
     if _own:
         return
     functions = vars(torch.utils.checkpoint)
@@ -155,11 +161,10 @@ def call_directly(is_part: IsPart) -> None:
         functions[name] = _Direct if name == "CheckpointFunction" else _directly(own)
 
 
-def stop(is_part: IsPart) -> None:
+def stop(pipeline: HasParts) -> None:
     """Undo :func:`call_directly`."""
-    if is_part in _parts:
-        _parts.remove(is_part)
-    if not _parts:
+    _pipelines.discard(pipeline)
+    if not _pipelines:
         vars(torch.utils.checkpoint).update(_own)
         _own.clear()
 

@@ -77,7 +77,7 @@ class Redirections:
         self._redirects: dict[nn.Module, Redirect] = {}
         self._taken_over: list[tuple[Listening, type[nn.Module]]] = []
 
-    def _is_part(self, value: Any) -> bool:
+    def is_part(self, value: Any) -> bool:
         """Whether a call of it goes elsewhere, or it stands for what comes of that."""
         kinds = type(value).__mro__
         if is_promise(value) or not {StandIn, StandIns, Unknown}.isdisjoint(kinds):
@@ -86,7 +86,7 @@ class Redirections:
 
     def take_over(self, backbone: nn.Module) -> None:
         """Listen to loops over a backbone's layers, too, until :meth:`end`."""
-        call_directly(self._is_part)
+        call_directly(self)
         kind: Any = type(backbone)
         if (taken := listening(kind)) is not None:
             backbone.__class__ = taken
@@ -94,7 +94,7 @@ class Redirections:
 
     def end(self) -> None:
         """Take all back, and let backbones be what they were."""
-        stop(self._is_part)
+        stop(self)
         self.clear()
         for backbone, kind in self._taken_over:
             backbone.give_back(kind)
