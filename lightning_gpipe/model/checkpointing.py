@@ -131,7 +131,8 @@ class _Direct(CheckpointFunction):
     def apply(cls, function: Any, preserve: bool, *args: Any) -> Any:
         if _leads_to_part(function, args):
             return function(*args)
-        return _own["CheckpointFunction"].apply(function, preserve, *args)
+        own = _own.get("CheckpointFunction", CheckpointFunction)  # kept beyond a run, perhaps
+        return own.apply(function, preserve, *args)
 
 
 def _directly(checkpointed: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
