@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +15,9 @@ from lightning_gpipe.comm.looks import is_due
 from lightning_gpipe.engine.autograd import Behind, LayerForwards
 from lightning_gpipe.model.places import CONTAINERS, FEW
 from lightning_gpipe.tensors.tree import version_of
+
+_OTHERS = {"_parameters", "_buffers", "_modules"}
+_SETTINGS = {bool, int, str, type(None)}
 
 
 class KeptValues:
@@ -127,9 +130,14 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata if is_plain else id(tensor)
 
 
+def _is_nothing(value: Any) -> bool:
+    """Whether it holds nothing, as most attributes: there are no hooks."""
+    kind = type(value)
+    return kind in _SETTINGS or ((kind is dict or kind is OrderedDict) and not value)
+
+
 def _attributes(module: nn.Module) -> list[Any]:
-    others = ("_parameters", "_buffers", "_modules")
-    values = [value for name, value in vars(module).items() if name not in others]
+    values = [v for k, v in vars(module).items() if k not in _OTHERS and not _is_nothing(v)]
     seen: dict[int, Any] = {}
 
     def is_left(value: Any) -> bool:

@@ -10,9 +10,10 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
+from operator import is_
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -95,15 +96,14 @@ class _OwnState:
         self._contents: list[tuple[Any, Any]] = []
         self._own_caches: list[Any] = []  # of which the collector may not know
         holders = self._holders(module)
-        self._names = [(holder, _names(holder)) for holder in holders]
+        self._attributes = [(holder, dict(vars(holder))) for holder in holders]
         caches = [*_caches(), *self._own_caches]
         self._caches = {id(cache): (cache, cache.cache_info().misses) for cache in caches}
 
     def put_back(self, everything: bool = False) -> None:
-        for holder, values in self._names:
-            now = _names(holder)
-            changed = [k for k in now.keys() | values.keys() if now.get(k) is not values.get(k)]
-            for name in changed:
+        for holder, values in self._attributes:
+            now = dict(vars(holder))
+            for name in _differing(now, values):
                 with suppress(AttributeError, TypeError):  # it can't be set: nor could the user
                     if name in values and _is_wrong(now.get(name), everything):
                         setattr(holder, name, values[name])
@@ -130,7 +130,7 @@ class _OwnState:
             source = sys.modules.get(name)
             if isinstance(source, ModuleType):
                 found.append(source)
-                left += _names(source).values()
+                left += _named(source)
         seen: set[int] = set()
         while left:
             value = left.pop()
@@ -151,7 +151,7 @@ class _OwnState:
                 left += [*islice(value, _FEW)]
             elif self._is_own(value) and hasattr(value, "__dict__"):
                 found.append(value)
-                left += _names(value).values()
+                left += _named(value)
         return found
 
     def _is_own(self, value: Any) -> bool:
@@ -169,8 +169,17 @@ def _is_wrong(value: Any, everything: bool) -> bool:
     return everything or _has_no_values(value)
 
 
-def _names(holder: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(holder).items() if not name.startswith("__")}
+def _named(holder: Any) -> list[Any]:
+    """What a user has given names in an object, a class or a module."""
+    return [value for name, value in vars(holder).items() if name[:2] != "__"]
+
+
+def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """The names, of those that a user gives, of which another value, or none, is there now."""
+    if [*now] == [*before] and all(map(is_, now.values(), before.values())):
+        return []  # nearly always: thousands of names, compared in no time
+    names = now.keys() | before.keys()
+    return [k for k in names if k[:2] != "__" and now.get(k) is not before.get(k)]
 
 
 def _caches() -> list[Any]:
