@@ -320,6 +320,9 @@ TOGETHER: dict[str, Any] = {
     "by its place": lambda m, x, t, y, w: (
         F.cross_entropy(scores_of(m, x), y, reduction="none") * torch.linspace(0, 1, 16)[: len(x)]
     ).mean(),
+    "one sample, of normalized scores": lambda m, x, t, y, w: F.cross_entropy(
+        F.normalize(scores_of(m, x)), y, reduction="none"
+    )[0],
     "one that all have": lambda m, x, t, y, w: F.mse_loss(scores_of(m, x)[:, 0] - w.mean(), w),
 }
 

@@ -20,10 +20,13 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.comm import mail, p2p, remembered
 from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import run_layer
-from lightning_gpipe.plan.memory import layer_memories, micro_batch_of
+from lightning_gpipe.plan import stage_memory
+from lightning_gpipe.plan.chunks import micro_batch_of
+from lightning_gpipe.plan.memory import layer_memories
 from lightning_gpipe.plan.model_memory import ModelMemory, human_bytes
 from lightning_gpipe.plan.optimizer_state import optimizer_state_bytes
 from lightning_gpipe.plan.settings import Settings
@@ -410,6 +413,28 @@ class MixesTime(nn.Module):
 
 
 def test_a_mask_as_long_as_the_batch_stays_whole() -> None:
-    sample = torch.zeros(4, 4, 2), torch.zeros(4, 4)
-    x, mask = micro_batch_of(sample, 2, [MixesTime(), MixesTime()], run_layer)
+    batch = Tree.of((torch.zeros(4, 4, 2), torch.zeros(4, 4)), "The input")
+    x, mask = micro_batch_of(batch, 2, [MixesTime(), MixesTime()], run_layer).leaves
     assert (x.shape, mask.shape) == ((2, 4, 2), (4, 4))
+
+
+class AddsPositions(nn.Module):
+    """Adds a table of all positions."""
+
+    def forward(self, value: Any) -> Any:
+        x, table = value
+        return x + table, table
+
+
+def test_a_plan_counts_by_the_sizes_of_which_messages_are() -> None:
+    assert (stage_memory._AHEAD, stage_memory._SMALL) == (p2p._AHEAD, p2p._SMALL)
+    assert stage_memory._UNDER_WAY == p2p._UNDER_WAY
+    assert (stage_memory._COPIED, stage_memory._LARGE) == (remembered._IN_PACKET, mail._LARGE)
+
+
+def test_a_table_as_long_as_the_batch_stays_whole_in_a_plan() -> None:
+    sample = torch.zeros(6, 6, 3), torch.zeros(6, 3)
+    module = nn.Sequential(AddsPositions(), AddsPositions())
+    found = ModelMemory.of(module, module, [*module], run_layer, sample, 2, [], torch.device("cpu"))
+    x, table = 3 * 6 * 3 * 4, 6 * 3 * 4  # bytes
+    assert [layer.input.nbytes for layer in found.layers] == [x + table, x + table]

@@ -15,7 +15,10 @@ from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import Balancing
 from lightning_gpipe.plan.cut import LimitTooLow, cut
 from lightning_gpipe.plan.report import expected_bubble, human
+from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
+from lightning_gpipe.schedule.costs import Costs
+from lightning_gpipe.schedule.simulate import simulate
 
 
 def brute_force(costs: list[float], stages: int) -> tuple[float, float]:
@@ -139,6 +142,16 @@ def test_partition() -> None:
     assert partition.shares == (0.5, 0.5)
     settings = Settings(4, 2, None, "params", "never", deferred_batch_norm=True)
     assert expected_bubble(partition, 4, settings) == pytest.approx(1 / 5)
+
+
+def test_the_expected_bubble_is_that_of_the_replicas_schedule() -> None:
+    settings = Settings(8, 4, None, "params", "never", deferred_batch_norm=True, step="micro-batch")
+    partition = Partition((1, 1, 1, 1), (1.0, 1.0, 1.0, 1.0), "flops")
+    alone, two = (expected_bubble(partition, 8, settings, replicas) for replicas in (1, 2))
+    for replicas, found in (1, alone), (2, two):
+        schedule = Schedules.unmeasured(settings, partition, replicas).make(8)
+        assert found == simulate(schedule, Costs.of(partition.part_shares)).bubble
+    assert two > alone  # whose last backwards are split
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -32,6 +33,30 @@ from lightning_gpipe.strategy import rendezvous
 from tests import models
 from tests.ranks import run_ranks
 from tests.training import train
+
+
+class Hears(Hub):
+    """Hears of what ranks tell, without connections."""
+
+    def __init__(self) -> None:
+        super().__init__(Mock(), "", 1, 2, Deadlines(event_s=0.01))
+
+    def tell(self) -> str | None:
+        """What is decided of a stall in which one rank goes on, and fails."""
+
+        async def events() -> None:
+            for rank in range(2):
+                self._note_stall(rank, "a step")
+            self._note_stall(1, "")
+            self._suspect(Failure(1, 0, "an error of its own"))
+            await asyncio.sleep(0.1)
+
+        asyncio.run(events())
+        return self._verdict.text if self._verdict is not None else None
+
+
+def test_an_error_counts_though_the_ranks_had_stalled() -> None:
+    assert Hears().tell() == "an error of its own"
 
 
 class Listening:

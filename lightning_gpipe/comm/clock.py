@@ -53,13 +53,16 @@ class SharedClock:
         """
         pipeline, siblings = self._groups.pipeline, self._groups.siblings
         if self._machines is None:
-            self._machines = pipeline.gather(self._here), siblings.gather(self._here)
+            self._machines = (
+                pipeline.gather("clock", self._here),
+                siblings.gather("clock", self._here),
+            )
         of_pipeline, of_siblings = self._machines
         own = self._behind_first(pipeline, of_pipeline)
         across = self._behind_first(siblings, of_siblings)
         if siblings.is_alone:
             return own
-        return own + float(pipeline.gather(across)[0])
+        return own + float(pipeline.gather("clock", across)[0])
 
     def _behind_first(self, channel: ObjectChannel, machines: list[str]) -> float:
         """Seconds to add for the clock of a channel's first member. Collective over it."""

@@ -50,6 +50,15 @@ MessageKind: TypeAlias = Literal[
     "restored weights",
     "state dict",
     "optimizer state",
+    "sizes",
+    "new shapes",
+    "kept in layers",
+    "keys",
+    "message time",
+    "figures",
+    "logged",
+    "clock",
+    "addresses",
 ]
 _T = TypeVar("_T")
 # With the bytes that are sent, and their memory, which must live as long if it wasn't copied.
@@ -180,13 +189,9 @@ class ObjectChannel(Peers):
 
         return self._unpack(kind, source, receive, device or self.device)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every member's object, by index. Collective."""
-        if self.is_alone:
-            return [value]
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, self.host)
-        return values
+    def gather(self, kind: MessageKind, value: Any) -> list[Any]:
+        """Every member's object, by index; see :meth:`broadcast`. Collective."""
+        return [self.broadcast(kind, value, source=i) for i in range(len(self.ranks))]
 
     def close(self) -> None:
         """Destroy the groups, once every member is through with them. Collective."""

@@ -140,7 +140,7 @@ class DeferredBatchNorm:
 
     @staticmethod
     def _shares_of(across: ObjectChannel, sizes: Sequence[int]) -> list[float]:
-        all_sizes = across.gather(list(sizes))
+        all_sizes = across.gather("sizes", list(sizes))
         counts = [len(found) for found in all_sizes]
         if len(set(counts)) > 1:
             raise RuntimeError(

@@ -117,7 +117,6 @@ class Stage:
         is_alone: bool = False,
     ) -> None:
         self._layers = dict(layers)
-        self.device = device
         unique = {
             id(module): module for layer in self._layers.values() for module in layer.modules()
         }

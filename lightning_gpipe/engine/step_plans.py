@@ -56,5 +56,5 @@ class StepPlans:
         groups = self._rank.groups
         may_wait = len(self._rank.stages) > 1 and groups.replicas > 1
         if may_wait and any(layer.training for layer in self._synchronized):
-            new = {m for found in groups.siblings.gather([*new]) for m in found}
+            new = {m for found in groups.siblings.gather("new shapes", [*new]) for m in found}
         return frozenset(m for m in new if m < len(looks))

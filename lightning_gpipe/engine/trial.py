@@ -94,8 +94,7 @@ class Trial:
             return
         own, self._failure = self._failure, None
         text = str(own) if own is not None else None
-        stages = range(len(self._channel.ranks))
-        texts = [self._channel.broadcast("trial", text, source=stage) for stage in stages]
+        texts = self._channel.gather("trial", text)
         if own is not None:
             raise own
         for text in texts:

@@ -165,11 +165,11 @@ class Hub:
 
     def _decide(self) -> None:
         """Choose the first error, and tell it to all."""
-        verdict = min(self._candidates, key=lambda failure: failure.order)
-        if verdict.kind == "stall" and len(self._stalled) < self._world_size:
-            self._candidates.clear()  # a rank went on after all
+        if len(self._stalled) < self._world_size:  # a rank went on after all
+            self._candidates = [f for f in self._candidates if f.kind != "stall"]
+        if not self._candidates:
             return
-        self._verdict = verdict
+        self._verdict = verdict = min(self._candidates, key=lambda failure: failure.order)
         for link in self._links.values():
             link.send("verdict", **asdict(verdict))
 

@@ -54,8 +54,8 @@ from lightning_gpipe.tensors.random_state import state_behind
 
 #: Functions that may draw random numbers.
 _DRAWS = re.compile(
-    r"rand|normal|uniform|bernoulli|multinomial|dropout|poisson|cauchy|exponential|geometric|gumbel"
-    r"|rrelu|attention|lstm|gru|rnn|orthogonal|standard_gamma|dirichlet|binomial"
+    r"(?<!_)rand|normal(?!ize)|uniform|bernoulli|multinomial|dropout|poisson(?!_nll)|cauchy"
+    r"|exponential|geometric|gumbel|rrelu|attention|lstm|gru|rnn|orthogonal|standard_gamma|dirichlet|binomial"
 )
 #: Modules that ask whether all values are valid, and go on if they are.
 _CHECKS = {
@@ -141,12 +141,12 @@ class StepTrace(TorchFunctionMode):
         self.sources: set[int] = set()  # stages that have values which others don't
         self.uses: Uses | None = None
         self.follow: Follow | None = None
-        self.is_suspended = self.has_arrived = False  # behind the backbone
+        self.is_suspended = False  # behind the backbone
         self.has_warned = False  # of numbers
 
     def begin(self, micro_batch: int) -> None:
         """Begin the step of a micro-batch."""
-        self.micro_batch, self._calls, self.has_arrived = micro_batch, 0, False
+        self.micro_batch, self._calls = micro_batch, 0
         self._seed(micro_batch, 0)
 
     @contextmanager
@@ -167,7 +167,6 @@ class StepTrace(TorchFunctionMode):
             results: The tensors that came out: remote ones where they aren't here.
             where: The stages that have them.
         """
-        self.has_arrived = True
         self.made(BACKBONE, results, where)
         if self.follow is not None:
             self.follow(self, Ran(None, BACKBONE, (), {}, given, None, results, is_free=True))

@@ -48,7 +48,7 @@ class Measuring:
             self._recording.pause()
             own_times = durations(self._recording.take())
             own = own_times, self._rank.executor.unsplit, self._rank.links.message_s()
-            found = self._groups.pipeline.gather(own)
+            found = self._groups.pipeline.gather("costs", own)
             found = self._groups.decide("costs", lambda: found)
             times = {key: time for part, _, _ in found for key, time in part.items()}
             message_s = max(time for _, _, time in found)

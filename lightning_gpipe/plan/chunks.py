@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.per_sample import PerSample
 from lightning_gpipe.plan.settings import Settings
-from lightning_gpipe.tensors.microbatch import batch_leaf
+from lightning_gpipe.tensors.microbatch import Split, batch_leaf
 from lightning_gpipe.tensors.tree import Tree
 
 #: Samples of a micro-batch below which the statistics of batch norm are mostly noise.
@@ -83,6 +86,29 @@ def largest_micro_batch(chunks: int, sample: Any) -> int | None:
     """How many samples the largest micro-batch of an input has; None: not known."""
     samples = _samples_of(sample)
     return None if samples is None else -(-samples // micro_batches(chunks, sample))
+
+
+def micro_batch_of(
+    batch: Tree, chunks: int, layers: Sequence[nn.Module], run_layer: RunLayer
+) -> Tree:
+    """The first micro-batch of a backbone's input, the largest, cut as the pipeline cuts it.
+
+    Args:
+        batch: The input.
+        chunks: M.
+        layers: The backbone's.
+        run_layer: Runs one of them.
+
+    Returns:
+        Views of it.
+
+    Raises:
+        ValueError: If it can't be split, or it can't be told which tensors are for all samples.
+    """
+    whole = frozenset[int]()
+    if chunks > 1:
+        whole = PerSample(layers, chunks, nullcontext).whole(batch, run_layer)
+    return Split.plan(batch, chunks, whole).scatter(batch)[0]
 
 
 def _samples_of(sample: Any) -> int | None:

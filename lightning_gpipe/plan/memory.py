@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -34,8 +33,6 @@ from lightning_gpipe.model.on_meta import (
 from lightning_gpipe.model.run_layer import RunLayer
 from lightning_gpipe.plan.backward_memory import in_backward
 from lightning_gpipe.plan.operations import Operations
-from lightning_gpipe.plan.per_sample import PerSample
-from lightning_gpipe.tensors.microbatch import Split, batch_leaf
 from lightning_gpipe.tensors.tree import Tree
 
 #: The last fields of :class:`LayerMemory`, and what comes before them.
@@ -138,22 +135,6 @@ def held_tensors(
                 held = HeldTensor(id(buffer), buffer.nbytes, copy=copied, is_buffer=True)
                 found.setdefault(id(buffer), held)
     return tuple(found.values())
-
-
-def micro_batch_of(
-    sample: Any, chunks: int, layers: Sequence[nn.Module], run_layer: RunLayer
-) -> Any:
-    """The largest micro-batch of a backbone's input, cut as the pipeline cuts it; views of it."""
-    batch = Tree.of(sample, "The backbone's input")
-    if (first := batch_leaf(batch)) is None:
-        return sample
-    whole, samples = frozenset[int](), batch.leaves[first].shape[0]
-    others = (leaf for leaf in batch.tensors() if leaf is not batch.leaves[first])
-    # others of that length are rare, and to look at them costs a run of all layers
-    if chunks > 1 and any(leaf.shape[:2] == (samples, samples) for leaf in others):
-        with suppress(ValueError):  # the run tells that it can't be told
-            whole = PerSample(layers, chunks, nullcontext).whole(batch, run_layer)
-    return Split.plan(batch, chunks, whole).scatter(batch)[0].value()
 
 
 def layer_memories(

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_gpipe.model.on_meta import UntraceableLayer
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import RunLayer
-from lightning_gpipe.plan.chunks import largest_micro_batch
+from lightning_gpipe.plan.chunks import largest_micro_batch, micro_batch_of
 from lightning_gpipe.plan.memory import (
     HeldTensor,
     LayerMemory,
     held_tensors,
     layer_memories,
-    micro_batch_of,
 )
 from lightning_gpipe.plan.optimizer_state import optimizer_state_bytes
 from lightning_gpipe.plan.schedules import HELD_OF_KEPT, Schedules
@@ -28,6 +28,8 @@ from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory, stage_memories
 from lightning_gpipe.plan.step_memory import SeenStep, StepMemory
 from lightning_gpipe.schedule.checkpoint import recomputed
+from lightning_gpipe.tensors.microbatch import batch_leaf
+from lightning_gpipe.tensors.tree import Tree
 
 #: What the first and the last stage hold outside the backbone.
 Ends: TypeAlias = tuple[tuple[HeldTensor, ...], tuple[HeldTensor, ...]]
@@ -116,7 +118,7 @@ class ModelMemory:
         inside = {id(part) for part in body.modules()}
         outside = [part for part in module.modules() if id(part) not in inside]
         held = held_tensors(outside, states)
-        micro_batch = micro_batch_of(sample, chunks, layers, run_layer)
+        micro_batch = _first_of(sample, chunks, layers, run_layer)
         if is_detached and any(tensor.gradient for tensor in held):
             micro_batch = tree_map_only(
                 Tensor,
@@ -219,6 +221,17 @@ class ModelMemory:
             held = sum(t.nbytes + t.gradient + t.copy + (t.optimizer or 0) for t in own)
             found.append(float(held + max(kept, 1) * activations))
         return found
+
+
+def _first_of(sample: Any, chunks: int, layers: Sequence[nn.Module], run_layer: RunLayer) -> Any:
+    """The first micro-batch of an input; all of it where it has no batch."""
+    batch = Tree.of(sample, "The backbone's input")
+    if batch_leaf(batch) is None:
+        return sample
+    try:
+        return micro_batch_of(batch, chunks, layers, run_layer).value()
+    except ValueError as error:
+        raise UntraceableLayer(f"the input can't be split ({error})") from error
 
 
 def human_bytes(count: float) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.model.parameters import parameter_count
@@ -24,7 +24,6 @@ from lightning_gpipe.plan.chunks import (
 from lightning_gpipe.plan.cost import LayerCost
 from lightning_gpipe.plan.depth import Deeper, Repeated, deepest
 from lightning_gpipe.plan.fitting import Fitted, Fitting
-from lightning_gpipe.plan.memory import micro_batch_of
 from lightning_gpipe.plan.model_memory import ExpectedMemory, ModelMemory
 from lightning_gpipe.plan.plans import Depth, Plan, PlannedStage, Plans
 from lightning_gpipe.plan.schedules import Schedules
@@ -35,7 +34,6 @@ from lightning_gpipe.schedule.checkpoint import CHECKPOINT_MODES, Checkpoint, re
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
-from lightning_gpipe.tensors.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,7 @@ class Planner:
     seen: SeenStep | None = None
     rate: float | None = None
     measure: Callable[[int], Sequence[LayerCost]] | None = None
-    _memories: dict[str, ModelMemory] = field(default_factory=dict)
+    _memories: dict[int | None, ModelMemory] = field(default_factory=dict)
     _times: dict[int, Sequence[LayerCost]] = field(default_factory=dict)
     _balancing: Balancing | None = None
 
@@ -285,9 +283,7 @@ class Planner:
 
     def _memory(self, chunks: int) -> ModelMemory:
         """What the model holds with micro-batches of one size."""
-        micro_batch = micro_batch_of(self.sample, chunks, self.layers, self.run_layer)
-        given = Tree.of(micro_batch, "The backbone's input").leaves
-        key = str([tuple(x.shape) if isinstance(x, Tensor) else x for x in given])
+        key = largest_micro_batch(chunks, self.sample)
         if key not in self._memories:
             found = ModelMemory.of(
                 *(self.module, self._body, self.layers, self.run_layer, self.sample, chunks),

@@ -13,7 +13,6 @@ from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.plan.stage_memory import StageMemory
 from lightning_gpipe.schedule.costs import Costs
-from lightning_gpipe.schedule.placement import rounds
 from lightning_gpipe.schedule.simulate import simulate
 
 #: Share of the parameters outside the backbone above which the strategy warns.
@@ -63,6 +62,7 @@ def partition_table(
         memory = ["?"] if memories is None else [_memory(memories[k])] if memories else []
         rows.append([*row, *memory])
     stages, virtual = partition.count, partition.virtual_stages
+    bubble = expected_bubble(partition, chunks, settings, replicas)
     return "\n".join(
         [
             f"GPipe: {len(layers)} {'blocks' if is_list else 'layers'} of '{backbone}'"
@@ -73,7 +73,7 @@ def partition_table(
             f" checkpoint={settings.checkpoint}"
             f"{', step=micro-batch' * (settings.step == 'micro-batch')}",
             *table_lines(header, rows),
-            f"Expected bubble {expected_bubble(partition, chunks, settings):.1%} of the time;"
+            f"Expected bubble {bubble:.1%} of the time;"
             f" {outside:.1%} of the parameters are outside the backbone, on"
             f" {'every stage' if settings.step == 'mini-batch' else 'the stages that need them'}",
             *_memory_note(memories, settings, samples),
@@ -130,12 +130,12 @@ def human(count: int) -> str:
     return scaled(count, ["", "K", "M", "B"]).rstrip()
 
 
-def expected_bubble(partition: Partition, chunks: int, settings: Settings) -> float:
+def expected_bubble(
+    partition: Partition, chunks: int, settings: Settings, replicas: int = 1
+) -> float:
     """Expected share of idle time, 0 to 1; see :data:`BACKWARD_RATIO`."""
     shares = partition.part_shares
     if not sum(shares):
         return 0.0
-    placement = rounds(partition.count, partition.virtual_stages)
-    costs = Costs.of(shares)
-    schedule = Schedules(settings, placement, replicas=1, costs=costs).make(chunks)
-    return simulate(schedule, costs).bubble
+    schedule = Schedules.unmeasured(settings, partition, replicas).make(chunks)
+    return simulate(schedule, Costs.of(shares)).bubble

@@ -11,7 +11,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 from lightning_gpipe.model.layer_state import layer_state_kept
 from lightning_gpipe.model.on_meta import hooks_of_torch, without_replicas
 from lightning_gpipe.model.run_layer import RunLayer
+from lightning_gpipe.plan.chunks import micro_batch_of
 from lightning_gpipe.plan.cost import LayerCost
-from lightning_gpipe.plan.per_sample import PerSample
-from lightning_gpipe.tensors.microbatch import Split
 from lightning_gpipe.tensors.random_state import preserved
 from lightning_gpipe.tensors.tree import Tree
 
@@ -76,7 +74,12 @@ def layer_times(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # the real calls warn
-        given = _first_micro_batch(layers, run_layer, sample, chunks)
+        batch = Tree.of(sample, "The backbone's input")
+        try:
+            first = micro_batch_of(batch, chunks, layers, run_layer)
+        except ValueError as error:
+            raise UntimableLayer(f"their input can't be split ({error})") from error
+        given = first.mapped(Tensor.clone).mapped(_detached)
         for index, layer in enumerate(layers):
             try:
                 own = _copied(layer, device, training)
@@ -89,20 +92,6 @@ def layer_times(
                     f" ({type(error).__name__}: {error})"
                 ) from error
     return times
-
-
-def _first_micro_batch(
-    layers: Sequence[nn.Module], run_layer: RunLayer, sample: Any, chunks: int
-) -> Tree:
-    """The first micro-batch of an input, cut as the pipeline cuts it, in memory of its own."""
-    batch, whole = Tree.of(sample, "The backbone's input"), frozenset[int]()
-    try:
-        if chunks > 1:
-            whole = PerSample(layers, chunks, nullcontext).whole(batch, run_layer)
-        first = Split.plan(batch, chunks, whole).scatter(batch)[0]
-    except ValueError as error:
-        raise UntimableLayer(f"their input can't be split ({error})") from error
-    return first.mapped(Tensor.clone).mapped(_detached)
 
 
 @dataclass(slots=True)

@@ -183,7 +183,7 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[int]]:
 
 def _waits_for(schedule: Schedule, program: Program, place: int) -> Action | None:
     """The end of a chained micro-batch's forwards, for which a rank waits before an action."""
-    if not place or not schedule.chained:
+    if not place:
         return None
     before, action = program[place - 1], program[place]
     if before.op != "F" or before.micro_batch not in schedule.chained:

@@ -97,7 +97,8 @@ class StageTensors:
         """
         first_name = {name: slot.names[0] for slot in self.placement.slots for name in slot.names}
         gathered: dict[str, Any] = {}
-        others = self.channel.gather([key for key in state if key not in first_name])
+        own = [key for key in state if key not in first_name]
+        others = self.channel.gather("keys", own)
         # what a layer has made since the cut comes last, in the same order everywhere
         for key in sorted(set().union(*others) - set(others[0]).intersection(*others)):
             if key in state or not self.placement.stage:

@@ -45,7 +45,7 @@ def share_kept(module: nn.Module, placement: Placement, channel: ObjectChannel) 
         placement: Which stage holds what.
         channel: The pipeline's object channel.
     """
-    found = channel.gather([*_kept(module, placement)])
+    found = channel.gather("kept in layers", [*_kept(module, placement)])
     for stage, parts in enumerate(found):
         for kept in parts if stage != channel.index else ():
             part = module.get_submodule(kept.part)

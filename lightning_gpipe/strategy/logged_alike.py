@@ -93,7 +93,7 @@ class LoggedAlike:
     def _compare(self) -> None:
         own = {name: (float(value), value.dtype) for name, value in self._latest.items()}
         self._latest.clear()
-        (first, names), *others = self._groups.pipeline.gather((own, self._names))
+        (first, names), *others = self._groups.pipeline.gather("logged", (own, self._names))
         for stage, (other, its_names) in enumerate(others, 1):
             for name in sorted(its_names - names - self._told):
                 self._told.add(name)

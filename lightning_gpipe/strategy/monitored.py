@@ -108,7 +108,8 @@ class Monitored:
         if not own.batches:
             return None
         if self._message_s is None:
-            self._message_s = max(self._groups.pipeline.gather(self._pipeline.message_s()))
+            own_s = self._pipeline.message_s()
+            self._message_s = max(self._groups.pipeline.gather("message time", own_s))
         replicas = self._gather(own)
         self._offset_s = self._clock.offset_s()
         if not self._groups.is_first_of_all:
@@ -160,8 +161,8 @@ class Monitored:
 
     def _gather(self, own: Any) -> list[list[Any]]:
         """Every rank's object, by replica and stage. Collective over all ranks."""
-        found: list[list[Any]] = self._groups.siblings.gather(self._groups.pipeline.gather(own))
-        return found
+        of_stages = self._groups.pipeline.gather("figures", own)
+        return self._groups.siblings.gather("figures", of_stages)
 
     def _peak_bytes(self) -> int:
         device = self._groups.device
