@@ -12,10 +12,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from lightning_gpipe.comm import meeting, nearby
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.comm.nearby import Nearby
 from tests.ranks import run_ranks
 
@@ -35,18 +33,12 @@ CPU = torch.device("cpu")
 SIZES = (1, 4095, 4096, 4097, 300_000, 3_000_000)
 
 
-def gather() -> Callable[[Any], list[Any]]:
-    """What gathers an object of every rank."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
-    members = tuple(range(dist.get_world_size()))
-    channel = ObjectChannel("stage", dist.get_rank(), members, CPU, (group, group))
-    return partial(channel.gather, "addresses")
-
-
 @contextmanager
 def connected(timeout_s: float = 30.0) -> Iterator[Nearby]:
     """This rank's connections."""
-    found = Nearby(dist.get_rank(), [gather()], timeout_s)
+    found = Nearby(
+        dist.get_rank(), [dist.new_group(backend="gloo", timeout=timedelta(seconds=30))], timeout_s
+    )
     try:
         yield found
     finally:

@@ -105,7 +105,7 @@ class Groups:
         replicas = ObjectChannel("replica", replica, tuple(siblings[stage]), device, both(siblings))
         nearby = Nearby(
             rank,
-            [partial(c.gather, "addresses") for c in (pipeline, replicas) if not c.is_alone],
+            [channel.host for channel in (pipeline, replicas) if not channel.is_alone],
             timeout.total_seconds(),
         )
         groups = cls(

@@ -7,9 +7,11 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
+
+import torch.distributed as dist
 
 #: A connection to another process, and its memory.
 Connected: TypeAlias = tuple[socket.socket, int]
@@ -19,7 +21,7 @@ _HELLO = struct.Struct("<q16s")  # who asks, and the secret of who is asked
 
 def meet(
     rank: int,
-    gathers: Sequence[Callable[[Any], Iterable[Any]]],
+    groups: Sequence[dist.ProcessGroup],
     memory: int | None,
     timeout_s: float,
 ) -> dict[int, Connected]:
@@ -27,7 +29,7 @@ def meet(
 
     Args:
         rank: This process.
-        gathers: For every group that it belongs to, what gathers an object of each member.
+        groups: All that it belongs to, in host memory.
         memory: This process's memory, which the others may read; None: it can't meet.
         timeout_s: How long a process waits for another before it gives up.
 
@@ -39,12 +41,13 @@ def meet(
     """
     listener, secret = _listener() if memory is not None else None, secrets.token_bytes(16)
     own = (listener.getsockname(), secret) if listener is not None else None
-    addresses = {r: a for gather in gathers for r, a in gather((rank, own)) if r > rank and a}
+    addresses = {r: a for group in groups for r, a in _of_all(group, (rank, own)) if r > rank and a}
     asked: dict[int, socket.socket] = {}
     if listener is not None and memory is not None:
         found = ((r, _ask(rank, memory, *a)) for r, a in addresses.items())
         asked = {r: connection for r, connection in found if connection is not None}
-    expected = {r for gather in gathers for r, who in gather((rank, [*asked])) if rank in who}
+    askers = [each for group in groups for each in _of_all(group, (rank, [*asked]))]
+    expected = {r for r, who in askers if rank in who}
     connected: dict[int, Connected] = {}
     if listener is not None and memory is not None:
         with listener:
@@ -57,6 +60,13 @@ def meet(
             raise ConnectionResetError(f"rank {other} is gone")
         connected[other] = connection, files[0]
     return connected
+
+
+def _of_all(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every member's object. Collective; the group is new, so that nothing else is under way."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def _listener() -> socket.socket | None:

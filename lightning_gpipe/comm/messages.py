@@ -58,7 +58,6 @@ MessageKind: TypeAlias = Literal[
     "figures",
     "logged",
     "clock",
-    "addresses",
 ]
 _T = TypeVar("_T")
 # With the bytes that are sent, and their memory, which must live as long if it wasn't copied.

@@ -16,8 +16,8 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -70,13 +70,11 @@ class Nearby:
 
     Args:
         rank: This process.
-        gathers: For every group that it belongs to, what gathers an object of each member.
+        groups: All that it belongs to, in host memory.
         timeout_s: How long a process waits for another before it gives up.
     """
 
-    def __init__(
-        self, rank: int, gathers: Sequence[Callable[[Any], Iterable[Any]]], timeout_s: float
-    ) -> None:
+    def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], timeout_s: float) -> None:
         self.rank, self._timeout_s = rank, timeout_s
         self._lock = threading.RLock()
         self._turn = threading.Condition(self._lock)
@@ -84,10 +82,10 @@ class Nearby:
         self._has_ended = False
         self._under_way: dict[int, Transfer] = {}  # by their places
         self._views = MemoryViews()
-        self._memory = SharedMemory.make() if gathers else None
+        self._memory = SharedMemory.make() if groups else None
         try:
             file = self._memory.file if self._memory is not None else None
-            connected = meet(rank, gathers, file, timeout_s)
+            connected = meet(rank, groups, file, timeout_s)
         except OSError as error:
             raise dist.DistBackendError(
                 f"Rank {rank} has lost another one while they met: {error}."

@@ -81,7 +81,7 @@ class Peers:
 
         Args:
             tensor: Anywhere; of the same shape and type on every member. It may be overwritten.
-            op: How.
+            op: SUM or MAX.
 
         Returns:
             The result, on the tensor's device.
@@ -192,7 +192,7 @@ class Peers:
         rows = torch.stack(parts)  # in the order of the members: the same bits on each
         if op == dist.ReduceOp.SUM:
             return rows.sum(0, dtype=own.dtype)
-        return rows.amin(0) if op == dist.ReduceOp.MIN else rows.amax(0)
+        return rows.amax(0)
 
     @property
     def _mail(self) -> PointToPoint:

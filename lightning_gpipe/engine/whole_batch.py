@@ -40,7 +40,6 @@ class Call:
 
     Args:
         number: Counts the calls; the same on every stage.
-        plan: What this rank does.
         batch: The micro-batches of this rank.
         input_side: The input; without its parts on other stages than the first.
         output_side: The output; without its parts on other stages than the last.
@@ -49,7 +48,6 @@ class Call:
     """
 
     number: int
-    plan: RankPlan
     batch: MiniBatch
     input_side: BatchInput
     output_side: BatchOutput
@@ -151,7 +149,7 @@ class WholeBatch:
         call = self._begin(batch, split, run_layer)
         looked_at = self._kept.running(batch.tensors())
         with looked_at, span("gpipe_forward"), self._steering.forwards:
-            self._executor.run(call.plan.forwards, call.batch)
+            self._executor.run(call.batch.plan.forwards, call.batch)
         self._trial.compare()
         output = self._share_output(call, batch, partial(outline, split) if outline else unknown)
         self._executor.end_forward(call.batch)
@@ -197,7 +195,7 @@ class WholeBatch:
         mini_batch = self._executor.begin(plan, context, split.sizes, source, target)
         if torch.is_grad_enabled():
             self._last = weakref.ref(mini_batch)
-        return Call(self._calls, plan, mini_batch, source, target)
+        return Call(self._calls, mini_batch, source, target)
 
     def _check_call(self, key: tuple[int, ...]) -> None:
         """Check that every stage is at the same call of the same step."""
@@ -264,7 +262,7 @@ class WholeBatch:
             call.output_side.set_gradients(call.wanted, gradients)
         before_last = self._before_last if self._steering.is_through else None
         with span("gpipe_backward"):
-            self._executor.run(call.plan.backwards, call.batch, self._retain, before_last)
+            self._executor.run(call.batch.plan.backwards, call.batch, self._retain, before_last)
         if self._trial.has_failed:  # other calls may follow, for which other stages wait
             return []
         return call.input_side.gradients() if self._groups.is_first else []

@@ -21,14 +21,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_gpipe.model.places import ids_in, refill
+from lightning_gpipe.model.places import OF_MODULES, ids_in, refill
 
 #: Entries of a list or a dict in which objects are looked for.
 _FEW = 1000
 #: Packages whose objects are nobody's own.
 OTHERS = {"torch", "lightning", "torchmetrics", "lightning_gpipe", *sys.stdlib_module_names}
 _INSTALLED = {"site-packages", "dist-packages"}
-_OF_MODULES = vars(nn.Module()).keys()
 _NO_DATA = (type, ModuleType, FunctionType)
 _ATOMS = {bool, int, float, complex, str, bytes, type(None), FunctionType}
 _CONTAINERS = (list, dict, set)
@@ -122,9 +121,8 @@ class _OwnState:
 
     def _holders(self, module: nn.Module) -> list[Any]:
         """All that has attributes; notes the containers on the way."""
-        # others, such as recurrent layers, hold weak references that must be free to go
         of_modules = (vars(part).items() for part in module.modules() if self._is_own(part))
-        left = [v for items in of_modules for k, v in items if k not in _OF_MODULES]
+        left = [v for items in of_modules for k, v in items if k not in OF_MODULES]
         found: list[Any] = []
         for name in _modules_of(frozenset(self._own), len(sys.modules)):
             source = sys.modules.get(name)

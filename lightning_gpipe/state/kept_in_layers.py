@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_gpipe.comm.messages import ObjectChannel
+from lightning_gpipe.model.places import OF_MODULES
 from lightning_gpipe.state.placement import Placement
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-_TORCHS = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _kept(module: nn.Module, placement: Placement) -> Iterator[_Kept]:
             attributes = {
                 key: value
                 for key, value in vars(part).items()
-                if type(value) in _PLAIN and key not in _TORCHS
+                if type(value) in _PLAIN and key not in OF_MODULES
             }
             extra = (part.get_extra_state(),) if _has_extra_state(type(part)) else ()
             if buffers or attributes or extra:

@@ -1,4 +1,4 @@
-"""Everything that this package uses of Lightning beyond its public names.
+"""Everything that this package imports of Lightning beyond its public names.
 
 Checked against Lightning 2.6.0 and 2.6.6; a test imports every name with the installed version.
 """
