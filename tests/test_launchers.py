@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.strategy import advice
+from lightning_gpipe.strategy import _lightning, advice
+from lightning_gpipe.strategy.launcher import MultiProcessingLauncher
 from tests import forked, scripts
 from tests.models import Around
 from tests.ranks import free_port
@@ -286,6 +287,16 @@ def test_the_process_that_has_forked_others(what: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.forked", what, str(tmp_path)]
     code, screen = scripts.run(command, 240, cwd=ROOT, env=environment())
     assert code == 0, screen
+
+
+def test_processes_of_a_notebook_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lightning, "IS_INTERACTIVE", True)
+    strategy: Any = trainer(devices=2, strategy=GPipeStrategy(4)).strategy
+    assert isinstance(strategy.launcher, MultiProcessingLauncher)
+    assert strategy.launcher._start_method == "fork"
+    for start_method in ("popen", "spawn"):
+        with pytest.raises(RuntimeError, match="a notebook is no script"):
+            trainer(devices=2, strategy=GPipeStrategy(4, start_method=start_method))
 
 
 @pytest.mark.parametrize("start_method", ["popen", "spawn"])

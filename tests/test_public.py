@@ -20,7 +20,7 @@ ARGUMENTS: dict[Callable[..., Any], str] = {
     " checkpoint='except_last' deferred_batch_norm=True virtual_stages=1 step='mini-batch'"
     " schedule='auto' save_distributed_checkpoint=False shard_optimizer_state=False"
     " memory_limit=None process_group_backend=None timeout=datetime.timedelta(seconds=1800)"
-    " start_method='popen' bucket_cap_mb=None gradient_as_bucket_view=False broadcast_buffers=True"
+    " start_method='auto' bucket_cap_mb=None gradient_as_bucket_view=False broadcast_buffers=True"
     " ddp_comm_hook=None ddp_comm_state=None ddp_comm_wrapper=None accelerator=None"
     " parallel_devices=None cluster_environment=None checkpoint_io=None precision_plugin=None",
     GPipeStrategy.plan: "self module batch=None input=None devices memory=None stages=None"

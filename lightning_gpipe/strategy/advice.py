@@ -111,8 +111,8 @@ def refuse_notebook(start_method: str) -> None:
     """
     raise RuntimeError(
         f"start_method={start_method!r} starts the script once more for every process, and a"
-        ' notebook is no script: use GPipeStrategy(start_method="fork"), and call no CUDA function'
-        " before the Trainer does."
+        " notebook is no script: leave start_method out, or give start_method='fork', and call no"
+        " CUDA function before the Trainer does."
     )
 
 

@@ -38,7 +38,13 @@ from lightning_gpipe.strategy.world import Rendezvous, World, check_division
 
 _T = TypeVar("_T")
 _LONGEST_TIMEOUT = timedelta(days=36500)  # clocks count nanoseconds in 64 bits
-StartMethod = Literal["popen", "spawn", "fork"]
+StartMethod = Literal["auto", "popen", "spawn", "fork"]
+
+
+def _chosen(start_method: StartMethod) -> Literal["popen", "spawn", "fork"]:
+    if start_method == "auto":  # a notebook is no script, to be run once per process
+        return "fork" if _lightning.IS_INTERACTIVE else "popen"
+    return start_method
 
 
 class ProcessesStrategy(PlacedStrategy):
@@ -48,7 +54,7 @@ class ProcessesStrategy(PlacedStrategy):
         settings: What the user chose.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up.
-        start_method: How processes start.
+        start_method: How processes start; "auto": as they can here.
         options: Passed to ``ParallelStrategy``.
     """
 
@@ -67,7 +73,7 @@ class ProcessesStrategy(PlacedStrategy):
         check_choice("start_method", start_method, get_args(StartMethod))
         _check(process_group_backend, timeout)
         self._backend, self._timeout = process_group_backend, timeout
-        self._start_method = start_method
+        self._start_method = _chosen(start_method)
         self._is_explained = False
         self._world: World | None = None  # from setup_environment to teardown
         self._left: World | None = None  # after that, until all ranks are through
