@@ -86,8 +86,8 @@ class GPipeStrategy(PlanningStrategy):
             training starts. ``None``: no limit.
         process_group_backend: Backend for the tensors; ``None``: NCCL on GPUs, gloo on CPUs.
         timeout: How long a process waits for another before it gives up; by default 30 minutes.
-        start_method: How processes start: ``"popen"``, the script runs once for each; ``"spawn"`` or
-            ``"fork"``, as in ``multiprocessing``; ``"auto"``: in notebooks fork, else popen.
+        start_method: How processes start: ``"popen"``, the script runs once for each, ``"spawn"``
+            or ``"fork"``, as in ``multiprocessing``; ``"auto"``: in notebooks fork, else popen.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged over replicas, as
             for ``DistributedDataParallel``, and so the next two.
         gradient_as_bucket_view: Whether gradients live in the buckets.
