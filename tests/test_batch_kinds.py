@@ -236,11 +236,30 @@ def test_a_step_that_needs_all_samples_at_a_time_says_so() -> None:
             "an entry per sample",
         ),
         (([torch.zeros(7)] * 4, torch.zeros(4)), "an entry per sample"),
+        ([(torch.zeros(3, 8, 8), {"box": torch.zeros(n, 4)}) for n in (3, 2)], "entry per sample"),
+        ([(torch.zeros(3, 8, 8), {"label": torch.tensor(1)})] * 2, "an entry per sample"),
     ],
 )
 def test_lists_of_samples_are_refused(batch: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         split_batch(batch, 2)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"mask": torch.zeros(4, 7), "scale": torch.tensor(2.0)},
+        torch.zeros(10, 3),  # the same for all samples, such as positions
+        torch.tensor(2.0),
+    ],
+)
+def test_a_tuple_of_a_batch_may_hold_other_things_beside_it(beside: Any) -> None:
+    parts, _ = split_batch({"inputs": (torch.arange(4), beside), "y": torch.arange(4)}, 2)
+    for m, part in enumerate(parts):
+        rows = slice(2 * m, 2 * m + 2)
+        expected = dict(beside, mask=beside["mask"][rows]) if isinstance(beside, dict) else beside
+        own = {"inputs": (torch.arange(4)[rows], expected), "y": torch.arange(4)[rows]}
+        torch.testing.assert_close(part, own)
 
 
 def test_other_lists_are_not() -> None:

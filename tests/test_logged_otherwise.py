@@ -59,6 +59,8 @@ class Numbers(models.Module):
             self.log("it", len(x), reduce_fx="sum", on_epoch=True)
         elif self.what == "tokens":
             self.log("it", x.numel(), reduce_fx="sum", on_epoch=True)
+        elif self.what == "nothing":
+            self.log("it", float("nan"))
         elif self.what == "class":
             labels = x[:, 0] > 1  # of which micro-batches of two may have none
             self.log("it", (out.argmax(1)[labels] == 1).double().mean())
@@ -98,6 +100,7 @@ def told(what: str) -> list[str]:
         ("samples", ""),
         ("tokens", ""),
         ("class", "is NaN in some micro-batches and a number in others"),
+        ("nothing", ""),
     ],
 )
 def test_numbers_that_count_otherwise_are_told_of(what: str, text: str) -> None:

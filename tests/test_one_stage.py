@@ -426,3 +426,19 @@ def test_a_plain_trainers_run(name: str, tmp_path: Path) -> None:
     if name == "CSVLogger":  # how it was trained stands beside the hyperparameters
         found["files"] = [name for name in found["files"] if name != "hparams.yaml"]
     assert_same(found, plain, case.atol)
+
+
+class TrainsAnother(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.manual_seed(4)
+        self.other = Plain()
+        trainer(devices=1, strategy=GPipeStrategy(2), max_steps=2).fit(self.other)
+
+
+def test_a_hook_may_train_another_module() -> None:
+    torch.manual_seed(4)
+    expected = Plain()
+    trainer(devices=1, max_steps=2).fit(expected)
+    trains = TrainsAnother()
+    trainer(devices=1, strategy=GPipeStrategy(2), max_steps=2, callbacks=[trains]).fit(Plain())
+    torch.testing.assert_close(trains.other.state_dict(), expected.state_dict())

@@ -202,17 +202,26 @@ def _check_ragged(batch: Any) -> None:
         if not isinstance(item, (list, tuple)) or len(item) < 2:
             continue
         own = tensors_of(item)
-        lengths = {len(t) if t.ndim else 0 for t in item if isinstance(t, Tensor)}
+        rows = [len(t) for t in item if isinstance(t, Tensor) and t.ndim]
+        lengths = set(rows)
         entries = (e for e in _entries(batch) if isinstance(e, (Tensor, Mapping)))
         others = {len(t) for e in entries for t in tensors_of(e) if t.ndim}  # of no other loader
         tells_length = first is not None and _is_in(first, own) and len(item) in others - lengths
-        has_mapping = bool(own) and any(isinstance(part, Mapping) for part in item)
-        if len(lengths) > 1 or tells_length or has_mapping:
+        mappings = [part for part in item if isinstance(part, Mapping)]
+        has_mapping = bool(own and mappings) and not _has_length(mappings, lengths)
+        is_ragged = len(lengths) > 1 and rows[0] not in others
+        if is_ragged or tells_length or has_mapping:
             raise ValueError(
                 "The batch has a list with an entry per sample, which step='micro-batch' can't"
                 " split: let collate_fn stack tensors to shape [batch, ...], padded to one"
                 " length, or use GPipeStrategy(step='mini-batch')."
             )
+
+
+def _has_length(mappings: Sequence[Mapping[Any, Any]], lengths: set[int]) -> bool:
+    """Whether mappings stand beside a tensor of as many rows, and so aren't a sample's."""
+    own = [{len(t) for t in tensors_of(mapping) if t.ndim} for mapping in mappings]
+    return len(lengths) == 1 and all(lengths <= found for found in own)
 
 
 def _entries(batch: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ class StepLog:
     ) -> None:
         """Warn of what isn't the mini-batch's, by the values of its micro-batches."""
         values = [told(entry.value) for entry in entries]
-        is_nan = [isinstance(v, Tensor) and bool(v.isnan().any()) for v in (logged, *values)]
+        is_nan = [_has_nan(v) for v in (logged, *values)]
         if is_nan[0] and not all(is_nan) and not entries[0].is_loss:  # of which others tell
             self._before.warn(_NOTHING.format(_what(name)))
         if _reduction(entries[0]) == "sum" and len(entries) == len(samples) > 1:
@@ -285,6 +286,13 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
 
 def _is_of_metrics(entry: _Entry) -> bool:
     return entry.recipe is not None and entry.recipe.is_of_metrics
+
+
+def _has_nan(value: Any) -> bool:
+    """Whether a number, or one of a tensor's, is none."""
+    if isinstance(value, Tensor):
+        return bool(value.isnan().any())
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _stays_mean(recipe: Recipe | None, samples: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from types import NoneType
@@ -56,6 +57,8 @@ from lightning_gpipe.strategy.skipping import agreed
 from lightning_gpipe.strategy.world import World
 
 _GENERATORS = 64  # of the user's own, of which more would take long to share
+#: Whether a backward runs that all stages know of, of a run in a hook of another one, perhaps.
+_IS_STEERED: ContextVar[bool] = ContextVar("is_steered", default=False)
 
 
 class Run:
@@ -88,7 +91,6 @@ class Run:
     ) -> None:
         self._trainer, self._world, self._settings, self._logged = trainer, world, settings, logged
         self._evaluations, self._accumulating = 0, False
-        self.is_steered = False  # a backward runs that all stages know of
         self._averages: list[AveragedCopy] = []
         self._is_set_up, self._trial = False, world.trial
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -267,7 +269,7 @@ class Run:
         Yields:
             The loss to differentiate on this stage.
         """
-        self.is_steered = True
+        token = _IS_STEERED.set(True)
         try:
             with (
                 self._world.guarded(),
@@ -276,7 +278,7 @@ class Run:
             ):
                 yield own
         finally:
-            self.is_steered = False
+            _IS_STEERED.reset(token)
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
@@ -352,7 +354,7 @@ def _backward_alone(
 ) -> None:
     """Run a backward that the user has called by himself, where there is one stage."""
     call = partial(backward, tensors, grad_tensors, retain_graph, *args, **kwargs)
-    if run.is_steered:
+    if _IS_STEERED.get():
         call()
         return
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -29,6 +29,7 @@ from lightning_gpipe.model.remote import Where, tensors_in
 from lightning_gpipe.model.step_trace import Follow, StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
+from lightning_gpipe.strategy.at_once import AtOnce, looks_at_all
 from lightning_gpipe.strategy.blank_metrics import Blanks
 from lightning_gpipe.strategy.logged import LoggedBefore
 from lightning_gpipe.strategy.metric_states import MetricStates
@@ -51,8 +52,7 @@ class StepMetrics:
     """
 
     def __init__(self, module: nn.Module, pipeline: PipelinedModule) -> None:
-        self._pipeline = pipeline
-        self._module = module
+        self._module, self._pipeline = module, pipeline
         self._measures: list[_Measure] = []
         self._trackers: list[MetricTracker] = []
         self._replaced: list[tuple[nn.Module, str, Any]] = []
@@ -66,7 +66,7 @@ class StepMetrics:
         self._default_dtype = torch.get_default_dtype()
         #: What the steps of the mini-batch make of what they give, and of means; how they log it.
         self.values, self.logged = StepValues(), LoggedBefore()
-        self._aggregates = Aggregates(self.values)
+        self._aggregates, self._at_once = Aggregates(self.values), AtOnce()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -89,9 +89,8 @@ class StepMetrics:
         Args:
             is_first: Whether an epoch begins with it: then hooks may have made some, too.
         """
-        self._aggregates.clear()
-        self.values.clear()
-        self._calls.clear()
+        for each in (self._aggregates, self._at_once, self.values, self._calls):
+            each.clear()
         known = {id(measure) for measure in self._measures}
         if is_first:
             self._trackers = [m for m in self._module.modules() if isinstance(m, MetricTracker)]
@@ -124,6 +123,8 @@ class StepMetrics:
         if trace is None:
             return
         trace.follow = None
+        with trace.suspended():
+            self._at_once.finish()
         for aggregate, where in self._aggregates.finish(trace, sizes, weights):
             for metric in _members(aggregate).values():
                 metric._forward_cache = self._arrived(trace, metric, metric._forward_cache, where)
@@ -191,7 +192,10 @@ class StepMetrics:
             self._aggregates.take(measure, update, False, trace.micro_batch, values, where)
         elif where is None or trace.stage in where:
             with trace.suspended():
-                update(*args, **kw)
+                if looks_at_all(measure):
+                    self._at_once.take(measure, trace.micro_batch, [update], args, kw)
+                else:
+                    update(*args, **kw)
 
     def _forward(
         self, measure: _Measure, forward: Callable[..., Any], *args: Any, **kw: Any
@@ -203,17 +207,8 @@ class StepMetrics:
         if values := aggregated(measure, args, kw):
             self._aggregates.take(measure, forward, True, trace.micro_batch, values, where)
             given = torch.as_tensor(values[0], device=self._pipeline.groups.device)
-            if isinstance(measure, Metric):
-                return given.to(measure.dtype)
-            names = measure.keys(keep_base=False)
-            dtypes = [metric.dtype for metric in _members(measure).values()]
-            return {name: given.to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
-        if any(isinstance(part, MinMaxMetric) for part in measure.modules()):
-            raise ValueError(
-                "torchmetrics' MinMaxMetric takes the extremes of what each call of it gives, and"
-                " with step='micro-batch' a mini-batch is several: call its update in the step, and"
-                " log its compute() in on_train_epoch_end, or use GPipeStrategy(step='mini-batch')."
-            )
+            return _as_given(measure, given)
+        _refuse_call(measure)
         step = id(measure), trace.micro_batch
         self._calls[step] = number = self._calls.get(step, 0) + 1
         call = id(measure), number
@@ -224,8 +219,14 @@ class StepMetrics:
                 blank = self._blanks.of(measure)
                 if call not in self._of_mini_batch:
                     self._of_mini_batch[call] = blank.clone()
+                own = self._of_mini_batch[call]
+                if looks_at_all(measure):
+                    updates = [measure.update, own.update]
+                    self._at_once.take(measure, trace.micro_batch, updates, args, kw)
+                    forward = blank.clone()
+                else:
+                    own.update(*args, **kw)
                 value = _of_micro_batch(measure, partial(forward, *args, **kw), self.values)
-                self._of_mini_batch[call].update(*args, **kw)
         result = self._arrived(trace, measure, value, where)
         self.values.give(call, result)
         return result
@@ -240,6 +241,7 @@ class StepMetrics:
             where, value = frozenset({min(sources)}), None
             if trace.stage in where:
                 with trace.suspended():
+                    self._at_once.finish(measure)
                     value = compute()
             return self._arrived(trace, measure, value, where)
         for metric in _members(measure).values():
@@ -338,6 +340,25 @@ def _refuse(measure: _Measure, chunks: int) -> None:
                 " with step='micro-batch' a mini-batch is several: give it data_range=..., such as"
                 " 1.0, or use GPipeStrategy(step='mini-batch')."
             )
+
+
+def _refuse_call(measure: _Measure) -> None:
+    """Refuse a metric that takes something from what each call of it gives."""
+    if any(isinstance(part, MinMaxMetric) for part in measure.modules()):
+        raise ValueError(
+            "torchmetrics' MinMaxMetric takes the extremes of what each call of it gives, and"
+            " with step='micro-batch' a mini-batch is several: call its update in the step, and"
+            " log its compute() in on_train_epoch_end, or use GPipeStrategy(step='mini-batch')."
+        )
+
+
+def _as_given(measure: _Measure, given: Tensor) -> Any:
+    """What a metric of numbers gives for one of them."""
+    if isinstance(measure, Metric):
+        return given.to(measure.dtype)
+    names = measure.keys(keep_base=False)
+    dtypes = [metric.dtype for metric in _members(measure).values()]
+    return {name: given.to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
 
 
 def _outermost(module: nn.Module) -> Iterator[_Measure]:

@@ -159,8 +159,9 @@ class StepValues:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
         elif is_free and _MIXED not in known and len(known) + len(means) + len(fixed) == len(given):
-            same = (*means, *fixed)  # a mean of what is the same for all samples is that
-            recipes.update((id(t), Mean(trace.values.keep(t), tensor=ref(t))) for t in same)
+            recipes.update((id(t), Mean(trace.values.keep(t), tensor=ref(t))) for t in means)
+            # a mean of what is the same for all samples is that; of parameters no references
+            recipes.update((id(t), Mean(trace.values.keep(t))) for t in fixed)
             for tensor, found in zip(made, computed(ran, recipes, is_of_metrics), strict=True):
                 self._note(tensor, found)
         elif is_of_metrics:
