@@ -490,7 +490,7 @@ def test_a_model_trains_as_before(kind: str, balance: str, monkeypatch: pytest.M
     [
         ("Backwards", "The step calls layer 0 of the backbone by itself, or out of order"),
         ("Bundled", "The first block was called without a tensor as an argument by itself"),
-        ("EarlyByIndex", "'mse_loss' uses .* A loop by index that leaves out the last block"),
+        ("EarlyByIndex", "'mse_loss' uses .* A loop that ends before the last block"),
         (
             "Widens",
             r"Block 0 returned a hidden state of shape \[\d, 12\], not \[\d, 6\]",

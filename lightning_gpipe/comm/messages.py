@@ -297,7 +297,7 @@ class ObjectChannel(Peers):
                 f"{self.name(self.index).capitalize()} expected a message of kind '{kind}' from"
                 f" {self.name(source)}, which sent '{_KINDS[code]}': the {self.member}s do not run"
                 " the same step. Call the model, the Trainer and its data loaders on every rank"
-                " alike, never under `if rank == 0`."
+                " alike, and set trainer.should_stop on all, never under `if rank == 0`."
             )
         if missing:
             blob += receive(packing.host_buffer(missing), self.host).numpy().tobytes()

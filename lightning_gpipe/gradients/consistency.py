@@ -60,7 +60,8 @@ class ConsistencyCheck:
                 f" {highest[0]:.6g}. The step uses what not every stage has: what layers or hooks"
                 " kept of the forward (return it with the backbone's output), what the reading of"
                 " data has set (the first stage alone reads), a random generator made in the step"
-                " without a seed, or the rank."
+                " without a seed, the rank, or a weight's device, which is 'meta' on other stages:"
+                " use self.device."
             )
         differ = (spread[1:] > WEIGHTS * highest[1:]).nonzero().flatten()
         if len(differ):

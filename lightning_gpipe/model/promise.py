@@ -211,9 +211,9 @@ def refusal(func: Any, because: str = "") -> RuntimeError:
         " last one is called. Only what works sample by sample may stand there, such as"
         " activations, dropout, sums, products, nn.LayerNorm, and others along dimensions that"
         " aren't the batch's. Write the rest, such as batch norm, into a block, or build the blocks"
-        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} A loop by"
-        " index that leaves out the last block ends here, too: let it go over the blocks"
-        f" themselves. {CONDITION}"
+        f" as an nn.Sequential, {_IN_SEQUENCE}.{because} A loop that"
+        " ends before the last block, by an index, a slice or `break`, comes to this, too: let it"
+        f" go over all blocks themselves, and `continue` for some. {CONDITION}"
     )
 
 
