@@ -70,7 +70,7 @@ def talk() -> bool:
                 found.append({**value, "large": receiver.take(0)[0].value()})
         sender.flush()
         objects.flush()
-        everyone = objects.gather(rank)
+        everyone = objects.gather("clock", rank)
     large = [item["large"] for item in found]
     right = all(torch.equal(part, value["large"][: len(part)]) for part in large)
     return right and everyone == [0, 1] and len(found[0]["text"]) == 100_000

@@ -58,7 +58,7 @@ class Judged(L.LightningModule):
         self.log_dict(self.curves(scores[:, 1], y[:, 1]), on_step=True)
         self.f1(scores[:, 0], y[:, 0])
         self.f1.update(scores[:, 1], y[:, 1])
-        self.log("f1", self.f1, on_step=False, on_epoch=True)
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
         return F.mse_loss(scores, y.double())
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -105,7 +105,7 @@ def figures(stages: int | None, step: Any = "micro-batch") -> list[Any]:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_mini_batchs_scores_are_judged_together(stages: int) -> None:
     expected = figures(None)
-    assert len(expected[0][0]) == 8
+    assert len(expected[0][0]) == 10
     for found in run_ranks(figures, stages, stages):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
@@ -138,3 +138,33 @@ def weights(stages: int | None) -> dict[str, Tensor]:
 def test_a_mean_may_meet_a_parameter() -> None:
     expected = weights(None)
     torch.testing.assert_close(run_ranks(weights, 2, 2)[0], expected, rtol=0, atol=1e-10)
+
+
+class Asks(Judged):
+    """Computes metrics in the step, of what they have been given so far."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = self.scores(x)
+        self.accuracy.update(scores[:, 0], y[:, 0])
+        self.curves.update(scores[:, 1], y[:, 1])
+        self.log("first", self.accuracy.compute())
+        self.log("curve", self.curves["BinaryAUROC"].compute())
+        return F.mse_loss(scores, y.double())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+def asked(stages: int) -> dict[str, Tensor]:
+    module = Asks()
+    run = trainer(max_epochs=1, devices=stages, strategy=GPipeStrategy(2, step="micro-batch"))
+    run.fit(module)
+    return {name: value.double() for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_metric_that_a_step_computes_has_been_updated(stages: int) -> None:
+    for found in run_ranks(asked, stages, stages):
+        assert found["first"] > 0
+        assert found["curve"] > 0

@@ -47,7 +47,7 @@ def test_registered_under_its_name() -> None:
         ({"balance": []}, "at least one layer"),
         ({"balance": [2, 0]}, "at least one layer"),
         ({"balance": 3}, "balance must be"),
-        ({"start_method": "thread"}, "start_method must be one of .popen.*fork"),
+        ({"start_method": "thread"}, "start_method must be one of .auto.*popen.*fork"),
         ({"timeout": 1800}, r"timeout must be a datetime.timedelta .* got timeout=1800\."),
         ({"timeout": timedelta(0)}, "timeout must be a datetime.timedelta above zero"),
         ({"timeout": timedelta.max}, "at most 36500 days"),

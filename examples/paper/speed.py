@@ -12,12 +12,14 @@ from examples.paper.tables import GIB, Table, beside
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.model.run_layer import run_layer
 from lightning_gpipe.plan.balance import Balancing
-from lightning_gpipe.plan.memory import layer_memories, micro_batch_of
+from lightning_gpipe.plan.chunks import micro_batch_of
+from lightning_gpipe.plan.memory import layer_memories
 from lightning_gpipe.plan.plans import Plan
 from lightning_gpipe.plan.schedules import Schedules
 from lightning_gpipe.plan.settings import Settings
 from lightning_gpipe.schedule.costs import Costs
 from lightning_gpipe.schedule.simulate import Simulation, simulate
+from lightning_gpipe.tensors.tree import Tree
 
 #: Operations that a device does in a second, of float32: 40 % of what a P100 does at most.
 RATE = 0.4 * 9.5e12
@@ -48,7 +50,8 @@ class Timed:
     @cached_property
     def boundaries(self) -> list[int]:
         """Bytes that a micro-batch hands on behind each layer, if M is :data:`CHUNKS`."""
-        given = micro_batch_of(self.model.given(), CHUNKS, self.model.layers, run_layer)
+        batch = Tree.of(self.model.given(), "The input")
+        given = micro_batch_of(batch, CHUNKS, self.model.layers, run_layer).value()
         return [m.output.nbytes for m in layer_memories([*self.model.layers], run_layer, given)]
 
     def settings(self, stages: int, chunks: int, **others: object) -> Settings:

@@ -190,7 +190,9 @@ class ObjectChannel(Peers):
 
     def gather(self, kind: MessageKind, value: Any) -> list[Any]:
         """Every member's object, by index; see :meth:`broadcast`. Collective."""
-        return [self.broadcast(kind, value, source=i) for i in range(len(self.ranks))]
+        found = [self.broadcast(kind, value, source=i) for i in range(len(self.ranks))]
+        self.flush()
+        return found
 
     def close(self) -> None:
         """Destroy the groups, once every member is through with them. Collective."""
@@ -297,7 +299,7 @@ class ObjectChannel(Peers):
                 f"{self.name(self.index).capitalize()} expected a message of kind '{kind}' from"
                 f" {self.name(source)}, which sent '{_KINDS[code]}': the {self.member}s do not run"
                 " the same step. Call the model, the Trainer and its data loaders on every rank"
-                " alike, and set trainer.should_stop on all, never under `if rank == 0`."
+                " alike, never under `if rank == 0`, and set trainer.should_stop on all."
             )
         if missing:
             blob += receive(packing.host_buffer(missing), self.host).numpy().tobytes()

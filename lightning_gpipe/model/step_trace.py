@@ -55,7 +55,8 @@ from lightning_gpipe.tensors.random_state import state_behind
 #: Functions that may draw random numbers.
 _DRAWS = re.compile(
     r"(?<!_)rand|normal(?!ize)|uniform|bernoulli|multinomial|dropout|poisson(?!_nll)|cauchy"
-    r"|exponential|geometric|gumbel|rrelu|attention|lstm|gru|rnn|orthogonal|standard_gamma|dirichlet|binomial"
+    r"|exponential|geometric|gumbel|rrelu|attention|lstm|gru|rnn|orthogonal|standard_gamma"
+    r"|dirichlet|binomial"
 )
 #: Modules that ask whether all values are valid, and go on if they are.
 _CHECKS = {

@@ -2,13 +2,14 @@
 
 Those of classification take scores for logits if any of a call is less than 0 or more than 1. In
 a small micro-batch perhaps none is, so these metrics get the mini-batch's scores in one call.
+Others that take something from a call as a whole are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +33,14 @@ from torchmetrics.classification import (
     MultilabelRankingLoss,
     MultilabelStatScores,
 )
+from torchmetrics.image import (
+    MultiScaleStructuralSimilarityIndexMeasure,
+    StructuralSimilarityIndexMeasure,
+)
+from torchmetrics.wrappers import MinMaxMetric, Running
 
+Measure: TypeAlias = Metric | MetricCollection
+_WITH_RANGE = StructuralSimilarityIndexMeasure, MultiScaleStructuralSimilarityIndexMeasure
 _KINDS = (
     *(BinaryCalibrationError, BinaryConfusionMatrix, BinaryFairness, BinaryGroupStatRates),
     *(BinaryHingeLoss, BinaryPrecisionRecallCurve, BinaryStatScores),
@@ -42,9 +50,43 @@ _KINDS = (
 )
 
 
-def looks_at_all(measure: Metric | MetricCollection) -> bool:
+def looks_at_all(measure: Measure) -> bool:
     """Whether what a metric makes of a sample depends on the others of its call."""
     return any(isinstance(part, _KINDS) for part in measure.modules())
+
+
+def refuse(measure: Measure, chunks: int) -> None:
+    """Refuse a metric that takes something from a call as a whole, which is one of several.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    for part in measure.modules():
+        if isinstance(part, Running):
+            raise ValueError(
+                "torchmetrics' Running counts updates, and with step='micro-batch' a mini-batch is"
+                " several: use GPipeStrategy(step='mini-batch')."
+            )
+        if isinstance(part, _WITH_RANGE) and part.data_range is None and chunks > 1:
+            raise ValueError(
+                f"{type(part).__name__} takes the range of the images from each of its calls, and"
+                " with step='micro-batch' a mini-batch is several: give it data_range=..., such as"
+                " 1.0, or use GPipeStrategy(step='mini-batch')."
+            )
+
+
+def refuse_call(measure: Measure) -> None:
+    """Refuse a metric that takes something from what each call of it gives.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if any(isinstance(part, MinMaxMetric) for part in measure.modules()):
+        raise ValueError(
+            "torchmetrics' MinMaxMetric takes the extremes of what each call of it gives, and"
+            " with step='micro-batch' a mini-batch is several: call its update in the step, and"
+            " log its compute() in on_train_epoch_end, or use GPipeStrategy(step='mini-batch')."
+        )
 
 
 @dataclass(slots=True)
@@ -52,10 +94,12 @@ class _Call:
     """One of a step's calls of a metric, in all micro-batches.
 
     Args:
+        measure: The metric.
         updates: What takes the arguments.
         given: The arguments, by micro-batch.
     """
 
+    measure: Measure
     updates: list[Callable[..., Any]]
     given: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = field(default_factory=list)
 
@@ -74,7 +118,7 @@ class AtOnce:
 
     def take(
         self,
-        measure: Metric | MetricCollection,
+        measure: Measure,
         micro_batch: int,
         updates: list[Callable[..., Any]],
         args: tuple[Any, ...],
@@ -91,17 +135,19 @@ class AtOnce:
         """
         place = id(measure), micro_batch
         number = self._counts[place] = self._counts.get(place, 0) + 1
-        call = self._calls.setdefault((id(measure), number), _Call(updates))
+        call = self._calls.setdefault((id(measure), number), _Call(measure, updates))
         call.given.append(tree_map_only(Tensor, _kept, (args, dict(kwargs))))
 
-    def finish(self, measure: Metric | MetricCollection | None = None) -> None:
+    def finish(self, measure: Measure | None = None) -> None:
         """Give metrics what has been kept, each call of a step at once.
 
         Args:
-            measure: The metric; None: all.
+            measure: The metric, or one of a collection; None: all.
         """
-        for place in [p for p in self._calls if measure is None or p[0] == id(measure)]:
-            call = self._calls.pop(place)
+        for place, call in [*self._calls.items()]:
+            if measure is not None and all(part is not measure for part in call.measure.modules()):
+                continue
+            del self._calls[place]
             for args, kwargs in _joined(call.given):
                 for update in call.updates:
                     update(*args, **kwargs)

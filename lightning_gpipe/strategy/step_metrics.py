@@ -10,18 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric, MetricCollection, MetricTracker
-from torchmetrics.image import (
-    MultiScaleStructuralSimilarityIndexMeasure,
-    StructuralSimilarityIndexMeasure,
-)
 from torchmetrics.utilities import prints
-from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.redirect import Redirect
@@ -29,7 +24,7 @@ from lightning_gpipe.model.remote import Where, tensors_in
 from lightning_gpipe.model.step_trace import Follow, StepTrace
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.strategy.aggregates import Aggregates, aggregated
-from lightning_gpipe.strategy.at_once import AtOnce, looks_at_all
+from lightning_gpipe.strategy.at_once import AtOnce, Measure, looks_at_all, refuse, refuse_call
 from lightning_gpipe.strategy.blank_metrics import Blanks
 from lightning_gpipe.strategy.logged import LoggedBefore
 from lightning_gpipe.strategy.metric_states import MetricStates
@@ -37,9 +32,7 @@ from lightning_gpipe.strategy.recipes import Call
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
-_Measure: TypeAlias = Metric | MetricCollection
 _FORWARD, _UPDATE, _COMPUTE = "forward", "update", "compute"
-_WITH_RANGE = StructuralSimilarityIndexMeasure, MultiScaleStructuralSimilarityIndexMeasure
 _SHARE_STATES = "_compute_groups_create_state_ref"  # between the metrics of a collection
 
 
@@ -53,14 +46,14 @@ class StepMetrics:
 
     def __init__(self, module: nn.Module, pipeline: PipelinedModule) -> None:
         self._module, self._pipeline = module, pipeline
-        self._measures: list[_Measure] = []
+        self._measures: list[Measure] = []
         self._trackers: list[MetricTracker] = []
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         # by id: the hash of a metric is that of its state
         self._sources: dict[int, int] = {}  # the stage that has the state
         self._states = MetricStates()
-        self._of_mini_batch: dict[Call, _Measure] = {}
-        self._forwarded: dict[Call, tuple[_Measure, Where | None]] = {}
+        self._of_mini_batch: dict[Call, Measure] = {}
+        self._forwarded: dict[Call, tuple[Measure, Where | None]] = {}
         self._calls: dict[tuple[int, int], int] = {}  # of which, and in which micro-batch
         self._blanks = Blanks()
         self._default_dtype = torch.get_default_dtype()
@@ -132,7 +125,7 @@ class StepMetrics:
             for call, (measure, where) in forwarded.items():
                 self._finish(trace, call, measure, where)
 
-    def _finish(self, trace: StepTrace, call: Call, measure: _Measure, where: Where | None) -> None:
+    def _finish(self, trace: StepTrace, call: Call, measure: Measure, where: Where | None) -> None:
         """Note what a call of a metric gives for the mini-batch."""
         of_mini_batch = self._of_mini_batch.get(call)
         results = self._computed(trace, measure, of_mini_batch, where)
@@ -147,7 +140,7 @@ class StepMetrics:
                 type(of_mini_batch).reset(of_mini_batch)  # type: ignore[arg-type]
 
     def _computed(
-        self, trace: StepTrace, measure: _Measure, own: _Measure | None, where: Where | None
+        self, trace: StepTrace, measure: Measure, own: Measure | None, where: Where | None
     ) -> Any:
         """What a metric gives for the mini-batch, on every stage."""
         value: Any = None
@@ -163,9 +156,9 @@ class StepMetrics:
                 if isinstance(metric, Metric):
                     self._share(metric)
 
-    def _attach(self, measures: Iterable[_Measure]) -> None:
+    def _attach(self, measures: Iterable[Measure]) -> None:
         for measure in measures:
-            _refuse(measure, self._pipeline.chunks)
+            refuse(measure, self._pipeline.chunks)
             self._measures.append(measure)
             for part in _parts(measure):
                 self._redirect(part, _FORWARD, self._forward)
@@ -176,13 +169,13 @@ class StepMetrics:
                 else:
                     self._states.note(part)
 
-    def _redirect(self, measure: _Measure, name: str, run: Callable[..., Any]) -> None:
+    def _redirect(self, measure: Measure, name: str, run: Callable[..., Any]) -> None:
         own = measure.__dict__.get(name)
         target = partial(run, measure, getattr(measure, name))
         measure.__dict__[name] = Redirect(measure, own, target, name)
         self._replaced.append((measure, name, own))
 
-    def _update(self, measure: _Measure, update: Callable[..., Any], *args: Any, **kw: Any) -> None:
+    def _update(self, measure: Measure, update: Callable[..., Any], *args: Any, **kw: Any) -> None:
         trace = self._pipeline.step_trace
         if trace is None:
             update(*args, **kw)
@@ -197,9 +190,7 @@ class StepMetrics:
                 else:
                     update(*args, **kw)
 
-    def _forward(
-        self, measure: _Measure, forward: Callable[..., Any], *args: Any, **kw: Any
-    ) -> Any:
+    def _forward(self, measure: Measure, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         trace = self._pipeline.step_trace
         if trace is None:
             return forward(*args, **kw)
@@ -208,7 +199,7 @@ class StepMetrics:
             self._aggregates.take(measure, forward, True, trace.micro_batch, values, where)
             given = torch.as_tensor(values[0], device=self._pipeline.groups.device)
             return _as_given(measure, given)
-        _refuse_call(measure)
+        refuse_call(measure)
         step = id(measure), trace.micro_batch
         self._calls[step] = number = self._calls.get(step, 0) + 1
         call = id(measure), number
@@ -223,7 +214,7 @@ class StepMetrics:
                 if looks_at_all(measure):
                     updates = [measure.update, own.update]
                     self._at_once.take(measure, trace.micro_batch, updates, args, kw)
-                    forward = blank.clone()
+                    forward = partial(_alone, blank)
                 else:
                     own.update(*args, **kw)
                 value = _of_micro_batch(measure, partial(forward, *args, **kw), self.values)
@@ -231,30 +222,31 @@ class StepMetrics:
         self.values.give(call, result)
         return result
 
-    def _compute(self, measure: _Measure, compute: Callable[..., Any]) -> Any:
+    def _compute(self, measure: Measure, compute: Callable[..., Any]) -> Any:
         trace = self._pipeline.step_trace
         if trace is None and self._pipeline.is_stepping:
             return compute()  # in a call of the metric
-        ids = map(id, _members(measure).values())
-        sources = {self._sources[i] for i in ids if i in self._sources}
+        if trace is not None:
+            with trace.suspended():
+                self._at_once.finish(measure)
+        sources = self._sources.keys() & map(id, _members(measure).values())
         if trace is not None and sources:
-            where, value = frozenset({min(sources)}), None
+            where, value = frozenset({min(self._sources[i] for i in sources)}), None
             if trace.stage in where:
                 with trace.suspended():
-                    self._at_once.finish(measure)
                     value = compute()
             return self._arrived(trace, measure, value, where)
         for metric in _members(measure).values():
             self._share(metric)
         return compute()
 
-    def _alone(self, measure: _Measure, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    def _alone(self, measure: Measure, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         """Run what a collection does for itself, which need not be the same on every stage."""
         trace = self._pipeline.step_trace
         with trace.suspended() if trace is not None else nullcontext():
             return run(*args, **kw)
 
-    def _note(self, trace: StepTrace, measure: _Measure, args: Any, kw: Any) -> Where | None:
+    def _note(self, trace: StepTrace, measure: Measure, args: Any, kw: Any) -> Where | None:
         """Which stages update a metric; None: all."""
         where = trace.where((args, kw))
         if where is not None:
@@ -263,7 +255,7 @@ class StepMetrics:
                     self._sources[id(metric)] = min(where)
         return where
 
-    def _arrived(self, trace: StepTrace, measure: _Measure, value: Any, where: Where | None) -> Any:
+    def _arrived(self, trace: StepTrace, measure: Measure, value: Any, where: Where | None) -> Any:
         """A metric's value on every stage."""
         if where is None:
             return value
@@ -284,11 +276,7 @@ class StepMetrics:
             return
         channel, state = self._pipeline.groups.pipeline, None
         if channel.index == source:
-            for measure in self._measures:
-                if isinstance(measure, MetricCollection) and any(
-                    part is metric for part in _parts(measure)
-                ):
-                    list(measure.items())  # lets those that share a state have it
+            _let_have_state(metric, self._measures)
             state = {**self._states.of(metric), "_update_count": metric._update_count}
         state = channel.broadcast("metric", state, source=source)
         if channel.index != source:
@@ -300,7 +288,7 @@ def _both(first: Follow, second: Follow, trace: StepTrace, ran: Ran) -> None:
     second(trace, ran)
 
 
-def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepValues) -> Any:
+def _of_micro_batch(measure: Measure, forward: Callable[[], Any], values: StepValues) -> Any:
     """What a metric gives for a micro-batch.
 
     Without torchmetrics' warnings, such as of a class that has no samples: the mini-batch may have
@@ -326,33 +314,15 @@ def _of_micro_batch(measure: _Measure, forward: Callable[[], Any], values: StepV
         speaks.rank = rank
 
 
-def _refuse(measure: _Measure, chunks: int) -> None:
-    """Refuse a metric that takes something from a call as a whole, which is one of several."""
-    for part in measure.modules():
-        if isinstance(part, Running):
-            raise ValueError(
-                "torchmetrics' Running counts updates, and with step='micro-batch' a mini-batch is"
-                " several: use GPipeStrategy(step='mini-batch')."
-            )
-        if isinstance(part, _WITH_RANGE) and part.data_range is None and chunks > 1:
-            raise ValueError(
-                f"{type(part).__name__} takes the range of the images from each of its calls, and"
-                " with step='micro-batch' a mini-batch is several: give it data_range=..., such as"
-                " 1.0, or use GPipeStrategy(step='mini-batch')."
-            )
+def _alone(blank: Measure, *args: Any, **kwargs: Any) -> Any:
+    """What a metric without data gives for a call, of which it keeps nothing."""
+    try:
+        return blank(*args, **kwargs)
+    finally:
+        type(blank).reset(blank)  # type: ignore[arg-type]
 
 
-def _refuse_call(measure: _Measure) -> None:
-    """Refuse a metric that takes something from what each call of it gives."""
-    if any(isinstance(part, MinMaxMetric) for part in measure.modules()):
-        raise ValueError(
-            "torchmetrics' MinMaxMetric takes the extremes of what each call of it gives, and"
-            " with step='micro-batch' a mini-batch is several: call its update in the step, and"
-            " log its compute() in on_train_epoch_end, or use GPipeStrategy(step='mini-batch')."
-        )
-
-
-def _as_given(measure: _Measure, given: Tensor) -> Any:
+def _as_given(measure: Measure, given: Tensor) -> Any:
     """What a metric of numbers gives for one of them."""
     if isinstance(measure, Metric):
         return given.to(measure.dtype)
@@ -361,7 +331,7 @@ def _as_given(measure: _Measure, given: Tensor) -> Any:
     return {name: given.to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
 
 
-def _outermost(module: nn.Module) -> Iterator[_Measure]:
+def _outermost(module: nn.Module) -> Iterator[Measure]:
     """The metrics of a module that aren't parts of others."""
     for child in module.children():
         if isinstance(child, (Metric, MetricCollection)):
@@ -370,18 +340,25 @@ def _outermost(module: nn.Module) -> Iterator[_Measure]:
             yield from _outermost(child)
 
 
-def _parts(measure: _Measure) -> list[_Measure]:
+def _parts(measure: Measure) -> list[Measure]:
     return [m for m in measure.modules() if isinstance(m, (Metric, MetricCollection))]
 
 
-def _members(measure: _Measure | None) -> Mapping[str, Metric]:
+def _members(measure: Measure | None) -> Mapping[str, Metric]:
     """The metrics of a collection by name, or the one."""
     if isinstance(measure, MetricCollection):
         return dict(measure.items(keep_base=True, copy_state=False))
     return {} if measure is None else {"": measure}
 
 
-def _value_of(measure: _Measure) -> Any:
+def _let_have_state(metric: Metric, measures: Sequence[Measure]) -> None:
+    """Let a metric have the state that it shares with others of a collection."""
+    for collection in (each for each in measures if isinstance(each, MetricCollection)):
+        if any(part is metric for part in _parts(collection)):
+            list(collection.items())
+
+
+def _value_of(measure: Measure) -> Any:
     """What a metric gives this rank for what it was given, not used by anybody else."""
     for metric in _parts(measure):
         if isinstance(metric, Metric):
