@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MetricCollection
+from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
     BinaryAUROC,
@@ -22,6 +22,7 @@ from torchmetrics.classification import (
 )
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.strategy.at_once import looks_at_all
 from tests.ranks import run_ranks
 from tests.training import trainer
 
@@ -168,3 +169,11 @@ def test_a_metric_that_a_step_computes_has_been_updated(stages: int) -> None:
     for found in run_ranks(asked, stages, stages):
         assert found["first"] > 0
         assert found["curve"] > 0
+
+
+def test_what_is_large_or_no_score_does_not_wait() -> None:
+    metric, labels = BinaryAccuracy(), torch.ones(8, dtype=torch.int64)
+    assert looks_at_all(metric, (torch.rand(8), labels))
+    assert not looks_at_all(metric, (torch.rand(8, 3, 32, 32), labels))
+    assert not looks_at_all(metric, (labels, labels))
+    assert not looks_at_all(MeanSquaredError(), (torch.rand(8), torch.rand(8)))

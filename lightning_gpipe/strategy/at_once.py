@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryCalibrationError,
@@ -40,6 +40,7 @@ from torchmetrics.image import (
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 Measure: TypeAlias = Metric | MetricCollection
+_MANY = 1 << 12
 _WITH_RANGE = StructuralSimilarityIndexMeasure, MultiScaleStructuralSimilarityIndexMeasure
 _KINDS = (
     *(BinaryCalibrationError, BinaryConfusionMatrix, BinaryFairness, BinaryGroupStatRates),
@@ -50,8 +51,17 @@ _KINDS = (
 )
 
 
-def looks_at_all(measure: Measure) -> bool:
-    """Whether what a metric makes of a sample depends on the others of its call."""
+def looks_at_all(measure: Measure, given: Any) -> bool:
+    """Whether what a metric makes of a sample may depend on the others of its call.
+
+    Args:
+        measure: The metric.
+        given: The call's arguments. Of many logits some are out of 0 to 1 anyway, so that large
+            ones, such as of images' pixels, needn't be kept.
+    """
+    scores = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not scores or max(t.numel() for t in scores) > _MANY:
+        return False
     return any(isinstance(part, _KINDS) for part in measure.modules())
 
 

@@ -185,7 +185,7 @@ class StepMetrics:
             self._aggregates.take(measure, update, False, trace.micro_batch, values, where)
         elif where is None or trace.stage in where:
             with trace.suspended():
-                if looks_at_all(measure):
+                if looks_at_all(measure, (args, kw)):
                     self._at_once.take(measure, trace.micro_batch, [update], args, kw)
                 else:
                     update(*args, **kw)
@@ -211,7 +211,7 @@ class StepMetrics:
                 if call not in self._of_mini_batch:
                     self._of_mini_batch[call] = blank.clone()
                 own = self._of_mini_batch[call]
-                if looks_at_all(measure):
+                if looks_at_all(measure, (args, kw)):
                     updates = [measure.update, own.update]
                     self._at_once.take(measure, trace.micro_batch, updates, args, kw)
                     forward = partial(_alone, blank)
