@@ -213,7 +213,7 @@ def refusal(func: Any, because: str = "") -> RuntimeError:
         " aren't the batch's. Write the rest, such as batch norm, into a block, or build the blocks"
         f" as an nn.Sequential, {_IN_SEQUENCE}.{because} A loop that"
         " ends before the last block, by an index, a slice or `break`, comes to this, too: let it"
-        f" go over all blocks themselves, and `continue` for some. {CONDITION}"
+        f" go over all blocks, and `continue` for some. {CONDITION}"
     )
 
 

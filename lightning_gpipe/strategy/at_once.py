@@ -40,7 +40,7 @@ from torchmetrics.image import (
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 Measure: TypeAlias = Metric | MetricCollection
-_MANY = 1 << 12
+_MANY = 1 << 12  # scores of a micro-batch, of which some are out of 0 to 1 if they are logits
 _WITH_RANGE = StructuralSimilarityIndexMeasure, MultiScaleStructuralSimilarityIndexMeasure
 _KINDS = (
     *(BinaryCalibrationError, BinaryConfusionMatrix, BinaryFairness, BinaryGroupStatRates),
