@@ -57,6 +57,10 @@ class Numbers(models.Module):
             self.log("it", 1.0, reduce_fx="sum", on_epoch=True)
         elif self.what == "samples":
             self.log("it", len(x), reduce_fx="sum", on_epoch=True)
+        elif self.what == "made of a number":
+            self.log("it", torch.full((), 1.0), reduce_fx="sum")
+        elif self.what == "chance":
+            self.log("it", (y == y).all().double(), reduce_fx="sum")
         elif self.what == "tokens":
             self.log("it", x.numel(), reduce_fx="sum", on_epoch=True)
         elif self.what == "nothing":
@@ -97,6 +101,8 @@ def told(what: str) -> list[str]:
     ("what", "text"),
     [
         ("batches", "is 1.0 in every micro-batch, and is added up: it counts 4 times"),
+        ("made of a number", "is 1.0 in every micro-batch, and is added up: it counts 4 times"),
+        ("chance", ""),
         ("samples", ""),
         ("tokens", ""),
         ("class", "is NaN in some micro-batches and a number in others"),

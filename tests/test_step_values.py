@@ -243,6 +243,12 @@ class Validates(Classifier):
             "masked": lambda: (errors * mask).sum() / mask.sum(),
             "by number": lambda: errors.sum().div(int(mask.sum())),
             "halved": lambda: errors.sum() / 2,
+            "by another's count": lambda: torch.where(
+                mask.sum() > 6, errors.sum() / mask.sum(), 0.0
+            ),
+            "where there are others": lambda: torch.where(
+                (inputs > 1.9).sum() != 0, errors.sum() / mask.sum(), 0.0
+            ),
             "of bounded": lambda: (errors * mask).sum() / mask.sum().clamp(min=6),
             "of others": lambda: errors.sum() / (inputs > 1.9).sum().clamp(min=1),
             "of nothing": lambda: errors.sum() / (inputs > 99).sum().clamp(min=1),
@@ -456,6 +462,14 @@ class Padded(Classifier):
         for i, (one, other) in enumerate(zip(both, either, strict=True)):
             self.log(f"overlap of {i}", one / other)
         self.log("zero", torch.max(right.new_zeros(()), right[:, 0]).mul(0).sum())
+        for name in "accuracy", "precision", "recall", "f1_score", "specificity":
+            figure = getattr(torchmetrics.functional, name)
+            binary = {"task": "binary", "validate_args": False}  # that reads numbers
+            self.log(f"binary {name}", figure(found.flatten(), expected.flatten(), **binary))
+            of_classes = figure(
+                right + found, found.argmax(1), task="multiclass", num_classes=CLASSES
+            )
+            self.log(f"functional {name}", of_classes, on_step=True, on_epoch=True)
         self.log("dice", (2 * both.sum() + 0) / (found.sum() + expected.sum()))
 
     def on_validation_epoch_end(self) -> None:

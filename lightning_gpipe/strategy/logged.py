@@ -55,6 +55,7 @@ class _Entry:
         recipe: How it comes about; None: it is a mean, or it isn't known.
         is_mean: Whether it is known to be a mean.
         is_loss: Whether it is what the step is trained by.
+        is_constant: Whether it is a number, or made of such.
     """
 
     micro_batch: int
@@ -63,6 +64,7 @@ class _Entry:
     recipe: Recipe | None
     is_mean: bool = False
     is_loss: bool = False
+    is_constant: bool = True
 
 
 class LoggedBefore:
@@ -176,6 +178,7 @@ class StepLog:
                 self._means += [(_what(name), mean) for mean in means_of(value, recipe)]
             origin = origin_of(value)
             is_known = origin is not None and origin.is_mean
+            entry.is_constant = self._values.is_constant(value)
             entry.is_mean = is_known or _stays_mean(recipe, self._values.samples)
             entry.value = _kept(value, trace)
         count = self._counts[name] = self._counts.get(name, 0) + 1
@@ -220,9 +223,11 @@ class StepLog:
         if is_nan[0] and not all(is_nan) and not entries[0].is_loss:  # of which others tell
             self._before.warn(_NOTHING.format(_what(name)))
         if _reduction(entries[0]) == "sum" and len(entries) == len(samples) > 1:
-            first, of_each = values[0], samples[entries[0].micro_batch]
-            is_one = type(first) in (int, float) and all(value == first for value in values)
-            if is_one and first % of_each and self._before.is_again(name, first):
+            numbers = [_number(entry) for entry in entries]
+            first, of_each = numbers[0], samples[entries[0].micro_batch]
+            is_one = first is not None and all(number == first for number in numbers)
+            is_told = first is not None and is_one and first % of_each != 0
+            if first is not None and is_told and self._before.is_again(name, first):
                 self._before.warn(_ONE_NUMBER.format(_what(name), first, len(entries)))
 
     def _of_mini_batch(
@@ -286,6 +291,15 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
 
 def _is_of_metrics(entry: _Entry) -> bool:
     return entry.recipe is not None and entry.recipe.is_of_metrics
+
+
+def _number(entry: _Entry) -> float | None:
+    """A number that was logged, as it is or as a tensor in host memory; None: it isn't one."""
+    value = entry.value
+    if isinstance(value, Tensor):
+        is_one = entry.is_constant and value.numel() == 1 and value.device.type == "cpu"
+        return float(value) if is_one else None
+    return value if type(value) in (int, float) else None
 
 
 def _has_nan(value: Any) -> bool:

@@ -45,6 +45,9 @@ from lightning_gpipe.tensors.random_state import seed_torch
 
 #: What they make is the same in every step.
 _REGULAR = {"arange", "eye", "full", "linspace", "logspace", "ones", "zeros"}
+_EPS = 1e-7  # a share, as of a small number that keeps a divisor from being 0
+#: Functions that give one of the tensors that they are given, and which.
+_GIVES = {"clone": 0, "detach": 0, "where": 1}
 _ORDER = "It isn't known to which samples the rows that the backbone is given belong."
 
 
@@ -184,7 +187,7 @@ class Replay:
         """What may be due to rounding, as a share of what differs."""
         if not dtype.is_floating_point:
             return 0.0
-        return 0.03 if self._is_low or dtype in LOW else 64 * torch.finfo(dtype).eps
+        return 0.03 if self._is_low or dtype in LOW else max(64 * torch.finfo(dtype).eps, _EPS)
 
     def _has_mixed_gradient(self, found: _Four, weights: Sequence[float]) -> bool:
         """Whether the derivative in a sample of the backbone's output depends on others."""
@@ -382,8 +385,9 @@ def _counts_of(
     trace: StepTrace, runs: Sequence[Ran], given: Sequence[_Four | None]
 ) -> Sequence[float] | None:
     """What a function's scalar is the mean over, in each run; None: it isn't known."""
-    if runs[0].name in ("clone", "detach"):
-        return given[0].counts if given[0] is not None else None
+    if (place := _GIVES.get(runs[0].name)) is not None:
+        same = given[place] if place < len(given) else None
+        return same.counts if same is not None else None
     found = []
     for run in runs:
         if run.name in DIVIDE and len(run.args) == 2:

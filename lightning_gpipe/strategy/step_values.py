@@ -9,7 +9,7 @@ mini-batch gives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -27,6 +27,7 @@ from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
 from lightning_gpipe.strategy.counting import count_of
+from lightning_gpipe.strategy.quotients import keeps_from_zero, quotient_of
 from lightning_gpipe.strategy.recipes import (
     Call,
     Computed,
@@ -45,7 +46,6 @@ from lightning_gpipe.strategy.step_rows import (
     CHOOSING,
     are_of_features,
     chooses,
-    is_of_all,
     may_be_rows,
     takes_one,
     takes_some,
@@ -59,7 +59,6 @@ _OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
 _OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _COPIES = {"clone", "detach"}
-_CLAMPS = {"clamp", "clamp_min", "clip"}
 #: What changes a scalar in place, and what gives the same.
 _IN_PLACE = {
     **dict.fromkeys(filter(writes, ADD), torch.add),
@@ -81,6 +80,7 @@ class StepValues:
         self._aliases = Aliases()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
         self._fixed: dict[int, ref[Tensor]] = {}  # computed of parameters alone, by id
+        self._constant: dict[int, ref[Tensor]] = {}  # made of no tensors, by id
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these
         #: Of the micro-batch whose step runs, and whether it is trained by.
@@ -97,6 +97,7 @@ class StepValues:
         self._chosen.clear()
         self._aliases.clear()
         self._fixed.clear()
+        self._constant.clear()
         self.of_calls.clear()
 
     def give(self, call: Call, values: Any) -> None:
@@ -107,7 +108,9 @@ class StepValues:
     def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function of a step has made; see :data:`step_trace.Follow`."""
         name, given, made = ran.name, ran.given, ran.made
-        if ran.is_free and given and all(map(self._is_fixed, given)):
+        if ran.is_free and not given:
+            self._constant.update((id(tensor), ref(tensor)) for tensor in made)
+        elif ran.is_free and all(map(self._is_fixed, given)):
             new = [t for t in made if all(t is not other for other in given)]  # not a parameter
             self._fixed.update((id(tensor), ref(tensor)) for tensor in new)
             return
@@ -126,8 +129,8 @@ class StepValues:
         if not known and (not means or _may_be_mean(ran.result)):  # as of most functions
             if isinstance(ran.result, Tensor):
                 found = self._reduced(trace, ran, ran.result)
-                if found is None and name in DIVIDE and not is_known_mean(ran.result):
-                    found = self._quotient(trace, ran, {})
+                if found is None and not is_known_mean(ran.result):
+                    found = quotient_of(trace, ran, {}, self.samples)
                 self._note(ran.result, found)
             return
         if name in _COPIES and len(known) == len(given) == len(made):
@@ -147,13 +150,12 @@ class StepValues:
             if name in MULTIPLY and any(type(v) in (int, float) and not v for v in ran.args):
                 return  # nothing is left of it
             is_whole = len(known) == len(given)
-            quotient = self._quotient(trace, ran, recipes) if name in DIVIDE else None
+            quotient = quotient_of(trace, ran, recipes, self.samples)
             keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             elements = max(other.elements for other in others)
-            count = (
-                trace.values.keep(given[0]) if is_whole and _is_clamped_count(ran, known) else None
-            )
+            is_count = is_whole and all(map(is_sum, known)) and keeps_from_zero(ran)
+            count = trace.values.keep(given[0]) if is_count else None
             recipe: Recipe = quotient or Other(tuple(pairs), keeps, elements=elements, count=count)
             for tensor in made:
                 if is_whole or quotient is not None or not tensor.ndim:
@@ -200,6 +202,11 @@ class StepValues:
         found = self._fixed.get(id(tensor))
         return type(tensor) is nn.Parameter or (found is not None and found() is tensor)
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of no others."""
+        found = self._constant.get(id(tensor))
+        return found is not None and found() is tensor
+
     def _is_of_one(self, tensor: Tensor) -> bool:
         found = self._of_one.get(id(tensor))
         return found is not None and found() is tensor
@@ -221,34 +228,6 @@ class StepValues:
                 elements = min(t.numel() for t in ran.given[:2] if t.ndim or not rows.ndim)
                 return Other(((name, value),), is_total, not rows.numel(), elements)
         return _mean_made(trace, ran, result, self.is_weighted or not self.trains)
-
-    def _quotient(
-        self, trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None]
-    ) -> Mean | None:
-        """What a function has divided by something, if it may be a mean."""
-        if len(ran.args) != 2 or not isinstance(ran.args[0], Tensor):
-            return None
-        divided, (_, divisor) = recipes.get(id(ran.args[0])), ran.args
-        by, is_number = recipes.get(id(divisor)), not isinstance(divisor, Tensor)
-        if divided is not None and not is_sum(divided):
-            return None
-        if divided is None:  # rows may be divided, and what is a mean without that
-            is_sum_by = by is None or is_sum(by)
-            is_all = is_of_all(ran.result, self.samples)
-            if not is_sum_by or not is_all or (is_number and ran.result.ndim):
-                return None
-        clamped = by.count if isinstance(by, Other) else None  # where it is 0, nothing is divided
-        counts = divided is not None and (is_number or is_sum(by) or clamped is not None)
-        kept: Tensor | float | None = clamped
-        if kept is None:
-            kept = divisor if is_number else trace.values.keep(divisor)
-        if counts and is_number and isinstance(divided, Other) and divided.is_empty:
-            kept = 0  # not 1, as of max(count, 1)
-        elements = divided.elements if isinstance(divided, Other) else 0
-        is_clamped = clamped is not None
-        value = trace.values.keep(ran.result)
-        place = ref(ran.result)
-        return Mean(value, kept, counts, elements=elements, is_clamped=is_clamped, tensor=place)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
@@ -345,13 +324,6 @@ def _text(what: str, functions: Sequence[str] | None) -> str | None:
         f"{what} is the mean over micro-batches of {why} give the scores to a metric of"
         " torchmetrics, or use GPipeStrategy(step='mini-batch')."
     )
-
-
-def _is_clamped_count(ran: Ran, known: Sequence[Recipe]) -> bool:
-    """Whether a function keeps a sum, if it is one of whole numbers, from being 0."""
-    least: Any = ran.args[1] if len(ran.args) > 1 else ran.kwargs.get("min")
-    is_clamp = ran.name in _CLAMPS and ran.kwargs.get("max") is None and len(ran.args) < 3
-    return is_clamp and type(least) in (int, float) and 0 < least <= 1 and all(map(is_sum, known))
 
 
 def _mean_made(trace: StepTrace, ran: Ran, made: Tensor, counts: bool) -> Mean | None:
