@@ -21,9 +21,8 @@ from lightning_gpipe.strategy.recipes import Mean, Recipe, means_of
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
-#: Of ``self.log``.
-SIGNATURE = inspect.signature(pl.LightningModule.log)
-_NAMES = dict.fromkeys(list(SIGNATURE.parameters)[1:]).keys()
+_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_NAMES = dict.fromkeys(list(_SIGNATURE.parameters)[1:]).keys()
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
     "min": torch.amin,
@@ -170,7 +169,7 @@ class StepLog:
             kwargs: The same.
         """
         self._default_dtype = torch.get_default_dtype()  # that of double precision, for instance
-        name, value, options = _arguments(module, args, kwargs)
+        name, value, options = call_of(module, *args, **kwargs)
         recipe = self._values.recipe_of(value)
         entry = _Entry(self._micro_batch, value, options, recipe)
         if isinstance(value, Tensor):
@@ -250,13 +249,13 @@ def warn_of_layer() -> None:
     )
 
 
-def _arguments(
-    module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+def call_of(
+    module: pl.LightningModule, *args: Any, **kwargs: Any
 ) -> tuple[str, Any, dict[str, Any]]:
     """The name and the value that a call of ``self.log`` gives, and its other arguments."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     if len(given) < len(args) + len(kwargs) or not {"name", "value"} <= given.keys() <= _NAMES:
-        SIGNATURE.bind(module, *args, **kwargs)  # raises; where it needn't, it takes long
+        _SIGNATURE.bind(module, *args, **kwargs)  # raises; where it needn't, it takes long
     return given.pop("name"), given.pop("value"), given
 
 

@@ -22,7 +22,7 @@ from lightning_gpipe.model.on_meta import is_pretending
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.plan.settings import StepMode
 from lightning_gpipe.strategy import patches
-from lightning_gpipe.strategy.logged import SIGNATURE
+from lightning_gpipe.strategy.logged import call_of
 from lightning_gpipe.strategy.logged_kept import BY_LAYERS, LoggedKept
 
 _APART = 1e-3  # of the larger value: some kernels add up in any order
@@ -71,12 +71,11 @@ class LoggedAlike:
         if not self._is_on:
             log(module, *args, **kwargs)
             return
-        given = SIGNATURE.bind(module, *args, **kwargs).arguments
-        name, value = given["name"], given["value"]
+        name, value, _ = call_of(module, *args, **kwargs)
         self._names.add(name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
             self._latest[name] = value.detach().clone()
-        self._kept.look(module, *args, **kwargs)
+        self._kept.look(name, value)
         log(module, *args, **kwargs)
 
     @contextmanager

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lightning_gpipe.strategy.logged import SIGNATURE
-
 BY_LAYERS = (
     "The step logs {name!r}, which a layer or a hook has kept while the backbone ran, or which"
     " depends on that: it is one micro-batch's, and other stages haven't got it. Return it with the"
@@ -33,10 +31,8 @@ class LoggedKept:
         self._is_kept, self._text = is_kept, text
         self._told: set[str] = set()
 
-    def look(self, module: Any, *args: Any, **kwargs: Any) -> None:
+    def look(self, name: str, value: Any) -> None:
         """Look at what ``self.log`` is given."""
-        given = SIGNATURE.bind(module, *args, **kwargs).arguments
-        name = given["name"]
-        if name not in self._told and self._is_kept(given["value"]):
+        if name not in self._told and self._is_kept(value):
             self._told.add(name)
             warnings.warn(self._text.format(name=name), stacklevel=2)

@@ -32,7 +32,7 @@ from lightning_gpipe.strategy.batches import (
     tensors_of,
 )
 from lightning_gpipe.strategy.exchange import Exchange
-from lightning_gpipe.strategy.logged import LoggedBefore, StepLog, warn_of_layer
+from lightning_gpipe.strategy.logged import LoggedBefore, StepLog, call_of, warn_of_layer
 from lightning_gpipe.strategy.logged_kept import BY_STEPS, LoggedKept
 from lightning_gpipe.strategy.merging import Argument, merge, weighted_mean
 from lightning_gpipe.strategy.recipes import means_of
@@ -187,7 +187,7 @@ class MicroBatchSteps:
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """What ``self.log`` does: in a step it is noted, and done once for the mini-batch."""
         if self._log is None:
-            self._logged_left.look(*args, **kwargs)
+            self._logged_left.look(*call_of(*args, **kwargs)[:2])
             original(*args, **kwargs)
         else:
             trace = self._pipeline.step_trace
