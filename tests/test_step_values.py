@@ -103,6 +103,7 @@ class Classifier(L.LightningModule):
         loss = functional.cross_entropy(scores, targets)
         self.metrics(scores, targets)
         self.means(scores, inputs, loss)
+        self.of_some(scores, inputs)
         given = self.each(scores, targets)
         self.hoard.update(scores, targets)
         return {"loss": loss, "each": given, "root": loss.sqrt()}
@@ -122,6 +123,14 @@ class Classifier(L.LightningModule):
         self.log("recall", (table.diag() / table.sum(1).clamp(min=1)).mean())
         self.log("both", torch.stack([f1, self.each(scores, targets).amax()]).mean())
 
+    def of_some(self, scores: Tensor, inputs: Tensor) -> None:
+        """Means over elements of which micro-batches have different numbers."""
+        self.log("positive", scores[inputs > 0].mean(), on_step=True, on_epoch=True)
+        few = inputs > 1.9  # of which some micro-batches, and none of the mini-batches, have none
+        self.log("of few", (scores[few] > 0).double().mean())
+        by_class = [scores[inputs > i].mean() for i in range(4)]
+        self.log("of classes", torch.stack(by_class).nanmean())
+
     def means(self, scores: Tensor, inputs: Tensor, loss: Tensor) -> None:
         error = functional.mse_loss(scores, inputs)
         self.log("root", error.sqrt(), on_step=True, on_epoch=True)
@@ -133,6 +142,8 @@ class Classifier(L.LightningModule):
         self.log("explained", 1 - error / inputs.square().mean())
         self.log("relative", self.errors(scores, inputs) / inputs.abs().mean())
         self.log("sum", loss * len(scores), reduce_fx="sum")
+        for name in "max", "min", "sum":
+            self.log(f"{name} of roots", error.sqrt(), reduce_fx=name)
         total = torch.zeros(())
         total += loss.detach()
         self.log("after", self.f1(scores, scores.argmax(1)).sqrt())
@@ -179,6 +190,34 @@ def test_values_are_the_mini_batchs(stages: int, virtual: int) -> None:
     assert len(expected[1]) > 30
     for found in run_ranks(told, stages, Classifier, stages, virtual):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class Penalised(Classifier):
+    """Logs what it makes of weights behind the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(CLASSES, CLASSES).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self.head(self.backbone(batch[0]))
+        penalty = sum(weight.square().sum() for weight in self.head.parameters())
+        loss = functional.cross_entropy(scores, batch[1])
+        self.log("share", penalty.detach() / (loss.detach() + 3))
+        return loss + 0.01 * penalty
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.backbone(batch[0])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_computed_of_weights_of_one_stage(stages: int) -> None:
+    expected = told(Penalised, 0)
+    assert "share" in expected[1]
+    for found in run_ranks(told, stages, Penalised, stages):
+        torch.testing.assert_close(found, expected)
 
 
 class MixesIn(Classifier):
@@ -257,6 +296,9 @@ class Validates(Classifier):
             "by targets": lambda: (2 * errors).sum() / (targets * (inputs[:, 0] > 1)).sum(),
             "overlap": lambda: (errors.sum(0) / (scores.abs() + 1).sum(0)).mean(),
             "sum": lambda: functional.mse_loss(scores, inputs, reduction="sum") + error,
+            "times samples": lambda: error * len(inputs),
+            "times tokens": lambda: mask.sum() * error,
+            "root": lambda: error.sqrt(),
             "count": lambda: 2 * (scores > inputs).sum().float(),
             "counts": lambda: (errors * mask).sum(0).mean(),
             "returned count": lambda: error,
@@ -268,12 +310,13 @@ class Validates(Classifier):
             "scaled": lambda: (scores / scores.abs().sum(1, keepdim=True)).square().mean(),
             "transposed": lambda: (scores.T / scores.T.abs().sum(0)).square().mean(),
         }
-        if self.what == "largest of all":
-            self.log("value", values["largest"](), reduce_fx="max")
+        what, _, reduction = self.what.partition(", ")
+        if reduction:
+            self.log("value", values[what](), reduce_fx=reduction)
         elif self.what == "by its divisor":
             self.log("value", values["masked"](), batch_size=int(mask.sum()))
         else:
-            self.log("value", values[self.what]())
+            self.log("value", values[what]())
         return (scores > inputs).sum() if self.what == "returned count" else scores
 
 
@@ -283,7 +326,7 @@ def texts_of(what: str, stages: int = 1, kind: type[Validates] = Validates) -> l
         warnings.simplefilter("always")
         told(type("Validates", (kind,), {"what": what}), stages)
     texts = [str(each.message) for each in found]
-    return [text for text in texts if "is the mean over micro-batches" in text]
+    return [text for text in texts if "over micro-batches of" in text]
 
 
 @pytest.mark.parametrize(
@@ -374,10 +417,38 @@ def test_divisors_of_another_stage_are_compared() -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["by rows", "by samples", "every class of a sample", "of weights", "largest of all"],
+    ["by rows", "by samples", "every class of a sample", "of weights"],
 )
 def test_nothing_is_told_of_what_may_be_a_mean(what: str) -> None:
     assert texts_of(what) == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("largest, max", "times samples, sum", "times tokens, sum", "count, sum", "halved, sum"),
+        *("root, max", "root, sum", "masked, min"),
+    ],
+)
+def test_nothing_is_told_of_what_may_be_of_parts(what: str) -> None:
+    assert texts_of(what) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("largest, min", "the smallest over micro-batches of what 'max' makes"),
+        ("largest, sum", "the sum over micro-batches of what 'max' makes"),
+        ("count, max", "the largest over micro-batches of what 'sum' makes"),
+        ("times samples, max", "the largest over micro-batches of what 'mul' makes"),
+        ("times samples", "the mean over micro-batches of what 'mul' makes"),
+        ("times tokens", "the mean over micro-batches of what 'mul' makes"),
+        ("deviation, min", "the smallest over micro-batches of what 'std' makes"),
+        ("explained, max", "the largest over micro-batches of quotients whose divisors"),
+    ],
+)
+def test_other_reductions_of_what_is_of_all_samples_are_told_of(what: str, text: str) -> None:
+    assert [text in told for told in texts_of(what)] == [True]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gpipe.model.remote import origin_of, told
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.merging import weighted_mean
-from lightning_gpipe.strategy.recipes import Mean, Recipe, means_of
+from lightning_gpipe.strategy.recipes import Mean, Other, Recipe, means_of
 from lightning_gpipe.strategy.step_values import StepValues
 from lightning_gpipe.tensors.default_type import default_dtype
 
@@ -233,10 +233,9 @@ class StepLog:
         self, name: str, entries: Sequence[_Entry], counts: Sequence[float]
     ) -> Tensor | None:
         """What the mini-batch gives, if it is known without what was logged."""
-        recipes: list[Recipe | None] = [entry.recipe for entry in entries]
-        if not _takes_mean(entries[0]):  # a sum, say, of what may be sums over samples
-            recipes = [e.recipe if e.is_mean or _is_of_metrics(e) else None for e in entries]
-        return self._values.of_mini_batch(recipes, counts, _what(name))
+        reduction = _reduction(entries[0])
+        recipes = [None if _is_of_part(entry, reduction) else entry.recipe for entry in entries]
+        return self._values.of_mini_batch(recipes, counts, _what(name), reduction=reduction)
 
 
 def warn_of_layer() -> None:
@@ -288,8 +287,15 @@ def _reduced(entries: Sequence[_Entry], counts: Sequence[float]) -> Any:
     return weighted_mean(floats, counts)
 
 
-def _is_of_metrics(entry: _Entry) -> bool:
-    return entry.recipe is not None and entry.recipe.is_of_metrics
+def _is_of_part(entry: _Entry, reduction: str) -> bool:
+    """Whether a reduction of micro-batches' values, other than the mean, gives the mini-batch's."""
+    recipe = entry.recipe
+    if reduction not in _REDUCTIONS or entry.is_mean:
+        return False
+    if reduction == "sum":  # a quotient may be one by a constant
+        is_sum = isinstance(recipe, Other) and (recipe.is_sum or recipe.count is not None)
+        return is_sum or isinstance(recipe, Mean)
+    return isinstance(recipe, Other) and all(reduction in function for function, _ in recipe.made)
 
 
 def _number(entry: _Entry) -> float | None:

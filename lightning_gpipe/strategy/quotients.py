@@ -1,4 +1,4 @@
-"""Quotients that may be means: sums over samples, divided by how many they are of."""
+"""Sums that are divided by a count, which may be means, and means that are multiplied by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from lightning_gpipe.model.arithmetic import DIVIDE
+from lightning_gpipe.model.arithmetic import DIVIDE, MULTIPLY
+from lightning_gpipe.model.means import is_known_mean
 from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.recipes import Mean, Other, Recipe, is_sum
@@ -42,6 +43,26 @@ def quotient_of(
     if ran.name in DIVIDE:
         return _divided(trace, ran, recipes, samples)
     return _guarded(trace, ran, recipes) if ran.name == "where" else None
+
+
+def product_of(
+    trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None], samples: int
+) -> Other | None:
+    """What a function has multiplied by a count, if it was a mean: a sum; see :func:`quotient_of`.
+
+    A whole number counts if it is that of the micro-batch's samples.
+    """
+    if ran.name not in MULTIPLY or not ran.is_free or len(ran.args) != 2:
+        return None
+    for mean, count in (ran.args, ran.args[::-1]):
+        if not isinstance(mean, Tensor) or mean.ndim:
+            continue
+        recipe = recipes.get(id(mean))
+        is_mean = isinstance(recipe, Mean) or (recipe is None and is_known_mean(mean))
+        is_samples = type(count) is int and count == samples > 1
+        if is_mean and (is_samples or is_sum(recipes.get(id(count)))):
+            return Other(((ran.name, trace.values.keep(ran.result)),), is_sum=True)
+    return None
 
 
 def _divided(

@@ -27,7 +27,7 @@ from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
 from lightning_gpipe.strategy.counting import count_of
-from lightning_gpipe.strategy.quotients import keeps_from_zero, quotient_of
+from lightning_gpipe.strategy.quotients import keeps_from_zero, product_of, quotient_of
 from lightning_gpipe.strategy.recipes import (
     Call,
     Computed,
@@ -59,6 +59,8 @@ _OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
 _OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _COPIES = {"clone", "detach"}
+#: What is taken of values by ``reduce_fx``.
+_TAKEN = {"mean": "mean", "sum": "sum", "max": "largest", "min": "smallest"}
 #: What changes a scalar in place, and what gives the same.
 _IN_PLACE = {
     **dict.fromkeys(filter(writes, ADD), torch.add),
@@ -133,6 +135,9 @@ class StepValues:
                     found = quotient_of(trace, ran, {}, self.samples)
                 self._note(ran.result, found)
             return
+        if (total := product_of(trace, ran, recipes, self.samples)) is not None:
+            self._note(ran.result, total)
+            return
         if name in _COPIES and len(known) == len(given) == len(made):
             self._note(made[0], known[0])
             return
@@ -200,7 +205,7 @@ class StepValues:
     def _is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or computed of such alone."""
         found = self._fixed.get(id(tensor))
-        return type(tensor) is nn.Parameter or (found is not None and found() is tensor)
+        return issubclass(type(tensor), nn.Parameter) or (found is not None and found() is tensor)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor was made of no others."""
@@ -227,7 +232,8 @@ class StepValues:
                     return Mean(value)
                 elements = min(t.numel() for t in ran.given[:2] if t.ndim or not rows.ndim)
                 return Other(((name, value),), is_total, not rows.numel(), elements)
-        return _mean_made(trace, ran, result, self.is_weighted or not self.trains)
+        counts = self.is_weighted or not self.trains or bool(self._chosen)
+        return _mean_made(trace, ran, result, counts)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
@@ -240,6 +246,7 @@ class StepValues:
         weights: Sequence[float],
         what: str,
         adds: bool = False,
+        reduction: str = "mean",
     ) -> Tensor | None:
         """A value for the mini-batch, once its means are told and its metrics are through.
 
@@ -248,6 +255,7 @@ class StepValues:
             weights: How much each of them counts in means.
             what: What it is, for the warning.
             adds: Whether a sum's values are added, as whole numbers are that steps return.
+            reduction: What is taken of the micro-batches' values if it isn't known.
 
         Returns:
             The value; None if it isn't known.
@@ -274,7 +282,7 @@ class StepValues:
             return None
         self._looks[what] += 1
         if is_quotient or is_due(self._looks[what]):
-            text = _text(what, None if is_quotient else functions_of(others))
+            text = _text(what, None if is_quotient else functions_of(others), reduction)
             if text is not None:
                 self._warned.add(what)
                 rank_zero_warn(text)
@@ -300,29 +308,31 @@ class StepValues:
         return last
 
 
-def _text(what: str, functions: Sequence[str] | None) -> str | None:
-    """What to warn of what isn't the mean of the micro-batches' values.
+def _text(what: str, functions: Sequence[str] | None, reduction: str) -> str | None:
+    """What to warn of what isn't the mean of the micro-batches' values, or their sum or so.
 
     Args:
         what: What it is.
         functions: What has made it of all samples of each; None: it is a quotient.
+        reduction: What is taken.
     """
+    give = "Give"
     if functions is None:
         why = (
             "quotients whose divisors aren't in proportion to their samples. If a divisor"
             " counts what the mean is over, such as tokens, give it to self.log as batch_size;"
-            " else"
         )
+        give = "else give"
     elif functions:
-        why = (
-            f"what '{functions[0]}' makes of all samples of each, which isn't the mini-batch's."
-            " Log it with reduce_fx='sum', 'max' or 'min' if it is that of samples,"
-        )
+        why = f"what '{functions[0]}' makes of all samples of each, which isn't the mini-batch's."
+        if reduction == "mean":
+            why += " Log it with reduce_fx='sum', 'max' or 'min' if it is that of samples,"
+            give = "give"
     else:
         return None
     return (
-        f"{what} is the mean over micro-batches of {why} give the scores to a metric of"
-        " torchmetrics, or use GPipeStrategy(step='mini-batch')."
+        f"{what} is the {_TAKEN[reduction]} over micro-batches of {why} {give} the scores to a"
+        " metric of torchmetrics, or use GPipeStrategy(step='mini-batch')."
     )
 
 
