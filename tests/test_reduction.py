@@ -478,6 +478,16 @@ def test_weights_mend_it() -> None:
     assert told(weighted, is_padded=True) == ""
 
 
+def test_a_weight_of_which_nothing_is_known_is_no_reason_to_tell() -> None:
+    def weighted(module: L.LightningModule, x: Tensor, y: Tensor) -> Any:
+        counted = y % 3 > 0
+        loss = (each(x, y) * counted).sum() / counted.sum()
+        module.log("count", int(counted.sum()), reduce_fx="sum")  # what follows can't run again
+        return {"loss": loss, "weight": counted.sum()}
+
+    assert told(weighted) == ""
+
+
 def test_a_step_of_the_whole_mini_batch_may_sum() -> None:
     assert told(SUMS["by an argument"], step="mini-batch") == ""
 

@@ -207,7 +207,7 @@ class Exchange:
                     self._cause = str(error)
                 except Exception as error:  # any that functions raise
                     self._cause = f"Run again with other samples it fails ({error!r})."
-            found.is_known |= replay.knows(self._loss)
+            found.is_known |= replay.knows(self._loss, self._weight)
             found.before = _better(found.before, replay.mixer_before)
             with suppress(Exception):  # or their backwards
                 found.loss = _better(found.loss, replay.mixer_of_loss(self._loss, self._weight))

@@ -130,9 +130,9 @@ class Replay:
             if moves_rows(each.ran):
                 self._has_moved |= not each.is_here or any(map(self._is_moved, each.ran.made))
 
-    def knows(self, value: Any) -> bool:
-        """Whether it is known what a value is in the runs."""
-        return id(value) in self._known
+    def knows(self, *values: Any) -> bool:
+        """Whether it is known what values are in the runs."""
+        return all(id(v) in self._known for v in values if isinstance(v, Tensor))
 
     def mixer_of_loss(self, loss: Any, weight: Any) -> str | None:
         """Which function has computed samples together, of which a loss comes.
@@ -145,10 +145,9 @@ class Replay:
             The function's name, or nothing where it isn't known; None if the loss is separable, or
             if that isn't known.
         """
-        found = self._known.get(id(loss))
-        if found is None:
+        if loss is None or not self.knows(loss, weight):
             return None
-        weights = self._numbers(weight)
+        found, weights = self._known[id(loss)], self._numbers(weight)
         is_mean = self._is_separable(found, weights, of_all=not self._has_places)
         if not is_mean or self._has_mixed_gradient(found, weights):
             return found.mixer
