@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelSummary,
     StochasticWeightAveraging,
 )
@@ -76,6 +78,36 @@ def objects(stages: int) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_callbacks_are_copied_in_a_hook_and_the_trainer_pickles(stages: int) -> None:
     run_ranks(objects, stages, stages)
+
+
+class Finds(models.Module):
+    lr = 0.05
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def averaged(stages: int, averaging: type[L.Callback], **options: Any) -> tuple[list[str], Any]:
+    """What is warned of where a checkpoint of averages is loaded; the weights at the end."""
+    strategy = {"devices": stages, "strategy": GPipeStrategy(2)} if stages else {}
+    callbacks = [LearningRateFinder(num_training_steps=4), averaging(**options)]
+    torch.manual_seed(6)
+    module = Finds()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(max_epochs=2, callbacks=callbacks, **strategy).fit(module)
+    return [text for each in found if "meta" in (text := str(each.message))], module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("averaging", "options"),
+    [(StochasticWeightAveraging, {"swa_lrs": 1e-2}), (EMAWeightAveraging, {"decay": 0.5})],
+)
+def test_averages_are_restored_without_a_warning(averaging: Any, options: Any) -> None:
+    _, expected = averaged(0, averaging, **options)
+    for texts, weights in run_ranks(partial(averaged, **options), 2, 2, averaging):
+        assert texts == []
+        torch.testing.assert_close(weights, expected)
 
 
 class Hyper(models.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +221,14 @@ def to_meta(slots: Iterable[Slot]) -> None:
     with torch.no_grad():
         for slot in slots:
             slot.replace(strides.empty_like(slot.tensor, "meta"))
+
+
+@contextmanager
+def loading_in_part() -> Iterator[None]:
+    """Load state dicts into modules in this context of which parts stay on the meta device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+        yield
 
 
 def outside_to(module: nn.Module, backbone: nn.Module, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Groups
-from lightning_gpipe.model.parameters import trained_by
+from lightning_gpipe.model.parameters import loading_in_part, trained_by
 from lightning_gpipe.pipeline.module import PipelinedModule
 from lightning_gpipe.state.averages import AveragedCopy
 from lightning_gpipe.strategy import patches, saving
@@ -70,6 +70,7 @@ def adapted(
             patches.as_method(partial(_together, patches.CHECK_VALIDATION.current()))
         ),
         patches.SUMMARY.replaced(_inside(on_meta, ModelSummary._summary)),
+        patches.LOAD_STATE_DICT.replaced(_inside(loading_in_part, nn.Module.load_state_dict)),
         patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
     ):
         yield [

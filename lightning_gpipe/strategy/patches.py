@@ -213,6 +213,11 @@ SAVE_ON_EXCEPTION = Target(
     "_should_save_on_exception",
     "a file can't be named that isn't written, for want of the other stages",
 )
+LOAD_STATE_DICT = Target(
+    "torch.nn.Module",
+    "load_state_dict",
+    "PyTorch warns of parameters without values, as other stages' are",
+)
 LOG_GRAPH = Target(
     "lightning.pytorch.loggers.TensorBoardLogger",
     "log_graph",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from typing_extensions import override
 
 from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.model.lazy import LazyModule
-from lightning_gpipe.model.parameters import materialize_elsewhere
+from lightning_gpipe.model.parameters import loading_in_part, materialize_elsewhere
 from lightning_gpipe.model.partition import Partition
 from lightning_gpipe.pipeline.pipeline import Parts
 from lightning_gpipe.state.parts import Part, Share, names_of
@@ -168,9 +167,7 @@ class SavingStrategy(ProcessesStrategy):
             filled = state.fill(own)
             lazy.provide(own, filled, lambda key: state.only([key])[key])
             checkpoint = {**checkpoint, "state_dict": filled}
-        with warnings.catch_warnings(), lazy.loading():
-            # what this stage doesn't hold stays on meta
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+        with loading_in_part(), lazy.loading():
             super().load_model_state_dict(checkpoint, strict)
 
     @override
