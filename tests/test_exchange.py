@@ -294,6 +294,18 @@ def logged_functions(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) ->
     return loss
 
 
+def logged_first(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    m.log("first", losses[0])
+    return losses.mean()
+
+
+def logged_half(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    m.log("half", losses[: len(losses) // 2].mean())
+    return losses.mean()
+
+
 def compared(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
     views = scores_of(m, torch.cat([x, -x, x + 1])).chunk(3)
     one, other, third = (F.normalize(view, dim=1) for view in views)
@@ -311,6 +323,8 @@ TOGETHER: dict[str, Any] = {
     "a covariance that is logged": only_logged,
     "a negative mean that is logged": logged_negative,
     "a hinge that is logged": logged_hinge,
+    "a first one that is logged": logged_first,
+    "a half that is logged": logged_half,
     "a share of itself": lambda m, x, t, y, w: (
         (loss := F.cross_entropy(scores_of(m, x), y)) / loss.detach()
     ),
@@ -524,7 +538,7 @@ def test_a_function_without_a_name_is_told_of(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(Replay, "mixer_of_mean", lambda self, value, weight: "")
     (text,) = texts_of("a covariance that is logged")
-    assert "it is computed of several samples together" in text
+    assert "it is computed of some, or of several samples together" in text
 
 
 def test_any_two_of_four_samples_are_together_and_apart() -> None:

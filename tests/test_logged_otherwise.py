@@ -61,6 +61,10 @@ class Numbers(models.Module):
             self.log("it", torch.full((), 1.0), reduce_fx="sum")
         elif self.what == "chance":
             self.log("it", (y == y).all().double(), reduce_fx="sum")
+        elif self.what == "number of samples":
+            self.log("it", len(x))
+        elif self.what == "constant":
+            self.log("it", 7)
         elif self.what == "tokens":
             self.log("it", x.numel(), reduce_fx="sum", on_epoch=True)
         elif self.what == "nothing":
@@ -106,6 +110,8 @@ def told(what: str) -> list[str]:
         ("made of a number", "is 1.0 in every micro-batch, and is added up: it counts 4 times"),
         ("chance", ""),
         ("samples", ""),
+        ("number of samples", "is as many as each micro-batch has samples, 2 for instance"),
+        ("constant", ""),
         ("tokens", ""),
         ("class", ""),
         ("class of the data", "is NaN in some micro-batches and a number in others"),

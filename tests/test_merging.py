@@ -86,3 +86,15 @@ def test_a_mean_over_nothing_is_told_of() -> None:
 
     with pytest.warns(UserWarning, match="The loss of micro-batch . is NaN or infinite"):
         trainer(max_steps=2, strategy=GPipeStrategy(8, step="micro-batch")).fit(Nothing("sgd"))
+
+
+def test_a_loss_of_which_small_micro_batches_leave_nothing_is_told_of() -> None:
+    class Trimmed(Around):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            errors = (self(x) - y).square().mean(1)
+            return errors.sort().values[1:-1].mean()
+
+    samples = len(Around().train_dataloader().dataset)
+    chunks = samples // 2
+    with pytest.warns(UserWarning, match="loss of every micro-batch is NaN.*a trimmed mean"):
+        trainer(max_steps=2, strategy=GPipeStrategy(chunks, step="micro-batch")).fit(Trimmed("sgd"))

@@ -299,6 +299,7 @@ class Validates(Classifier):
             "times samples": lambda: error * len(inputs),
             "times tokens": lambda: mask.sum() * error,
             "root": lambda: error.sqrt(),
+            "but nothing": lambda: torch.where(mask, errors, torch.nan).nanmean(),
             "count": lambda: 2 * (scores > inputs).sum().float(),
             "counts": lambda: (errors * mask).sum(0).mean(),
             "returned count": lambda: error,
@@ -333,7 +334,7 @@ def texts_of(what: str, stages: int = 1, kind: type[Validates] = Validates) -> l
     "what",
     [
         *("psnr", "largest", "deviation", "norm", "median", "any", "every class"),
-        *("sum", "count", "counts"),
+        *("sum", "count", "counts", "but nothing", "by another's count", "where there are others"),
     ],
 )
 def test_what_is_no_mean_is_told_of_once(what: str) -> None:

@@ -150,7 +150,8 @@ class Reductions:
             return (
                 f"The loss isn't a mean over samples: {by} of several samples together. With"
                 f" step='micro-batch' it becomes the mean of the {len(seen)} micro-batches'"
-                " losses, which isn't the mini-batch's, and neither are the gradients. Compute"
+                " losses, which isn't the mini-batch's, and neither are the gradients, nor what"
+                " is logged of samples together. Compute"
                 " what is of all samples of the data, such as weights of classes or advantages"
                 " less their mean, in on_after_batch_transfer, which sees the mini-batch; for"
                 " anything else use GPipeStrategy(step='mini-batch')."

@@ -11,7 +11,7 @@ from lightning_gpipe.model.ran import Ran
 from lightning_gpipe.model.remote import origin_of
 
 #: Functions that give a mean by default, beside those whose names end with "_loss".
-MEANS = {"mean", "nanmean", "cross_entropy", "kl_div"}
+MEANS = {"mean", "cross_entropy", "kl_div"}
 MEANS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _SAME = {"detach", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16"}
 _SAME |= {"as_tensor", "asarray", "cpu", "cuda", "reshape", "squeeze", "view"}

@@ -13,8 +13,8 @@ from lightning_gpipe.model.step_trace import StepTrace
 
 #: Losses that are means over the targets that count, by the weights of their classes.
 _SKIPPING, _IGNORED = {"cross_entropy", "nll_loss"}, -100
-#: Means over what their arguments' shapes don't tell.
-_UNKNOWN = {"ctc_loss", "nanmean"}
+#: A mean over what its arguments' shapes don't tell.
+_UNKNOWN = "ctc_loss"
 #: Losses that are means by the weights of their elements.
 _BY_WEIGHT = {"mse_loss", "l1_loss"}
 
@@ -54,7 +54,7 @@ def _number_of(ran: Ran) -> Tensor | None:
     name, given = ran.name, ran.given
     if name == "kl_div" and ran.kwargs.get("reduction") == "batchmean":
         number = len(given[0])
-    elif (name in MEANS or name.endswith("_loss")) and name not in _UNKNOWN:
+    elif (name in MEANS or name.endswith("_loss")) and name != _UNKNOWN:
         number = max(tensor.numel() for tensor in given[:2])
     else:
         return None

@@ -57,6 +57,11 @@ _NOTHING = (
     " 1), with the count as a weight, {{'loss': loss, 'weight': count}}, or use"
     " GPipeStrategy(step='mini-batch')."
 )
+_NOT_FINITE = (
+    "The loss of every micro-batch is NaN or infinite in the first mini-batch. If it isn't with"
+    " one device, it takes some of several samples, as a trimmed mean does, and of so few nothing"
+    " is left: use fewer chunks, or GPipeStrategy(step='mini-batch')."
+)
 _UNKNOWN = (
     "With step='micro-batch' the loss must be a mean over samples or tokens, each by itself: one of"
     " several samples together, such as a contrastive loss, sees those of a micro-batch alone."
@@ -173,7 +178,7 @@ class Exchange:
         for what, name in found.means.items() if found.loss is None else ():
             is_rows = what in found.rows
             it, they_are = ("them", "they are") if is_rows else ("it", "it is")
-            by = f"'{name}' computes {it}" if name else f"{they_are} computed"
+            by = f"'{name}' computes {it}" if name else f"{they_are} computed of some, or"
             self._tell(what, (_ROWS if is_rows else _VALUE).format(what=what, by=by))
         if trains and _UNKNOWN not in self._warned:  # later ones may be a smaller rest
             self._warned.add(_UNKNOWN)
@@ -182,15 +187,19 @@ class Exchange:
         return found.loss
 
     def look_at(self, losses: Sequence[Tensor | None]) -> None:
-        """Warn if the losses of some micro-batches are numbers, and those of others aren't.
+        """Warn of losses of micro-batches that are NaN or infinite.
 
         Args:
             losses: Those of all micro-batches, once they are told.
         """
         known = [told(loss) for loss in losses if loss is not None]
         finite = [bool(loss.isfinite().all()) for loss in known]
-        if self._looks and self._groups.is_last and any(finite) and not all(finite):
+        if not self._looks or not self._groups.is_last or all(finite):
+            return
+        if any(finite):
             self._tell(_NOTHING, _NOTHING.format(m=finite.index(False)))
+        elif self._number == 1:
+            self._tell(_NOT_FINITE, _NOT_FINITE)
 
     def _find(self, names: bool) -> _Found:
         """What computes samples together, as far as the step can run with its samples exchanged."""

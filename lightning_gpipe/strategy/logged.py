@@ -41,6 +41,11 @@ _ONE_NUMBER = (
     " a mini-batch. If it counts batches, or is a constant, log it in on_train_batch_end or"
     " on_validation_batch_end, which run once for each."
 )
+_SAMPLES = (
+    "{0} is as many as each micro-batch has samples, {1} for instance, and the mean over"
+    " micro-batches isn't the mini-batch's number. Log it with reduce_fx='sum', or in"
+    " on_train_batch_start, which sees the mini-batch."
+)
 
 
 @dataclass(slots=True)
@@ -221,13 +226,22 @@ class StepLog:
         is_nan = [_has_nan(v) for v in (logged, *values)]
         if is_nan[0] and not all(is_nan) and not entries[0].is_loss:  # of which others tell
             self._before.warn(_NOTHING.format(_what(name)))
-        if _reduction(entries[0]) == "sum" and len(entries) == len(samples) > 1:
-            numbers = [_number(entry) for entry in entries]
-            first, of_each = numbers[0], samples[entries[0].micro_batch]
-            is_one = first is not None and all(number == first for number in numbers)
-            is_told = first is not None and is_one and first % of_each != 0
-            if first is not None and is_told and self._before.is_again(name, first):
-                self._before.warn(_ONE_NUMBER.format(_what(name), first, len(entries)))
+        if len(entries) == len(samples) > 1:
+            self._look_at_numbers(name, entries, samples)
+
+    def _look_at_numbers(
+        self, name: str, entries: Sequence[_Entry], samples: Sequence[int]
+    ) -> None:
+        """Warn of numbers that count otherwise than in a mini-batch."""
+        numbers = [_number(entry) for entry in entries]
+        first, is_one = numbers[0], numbers.count(numbers[0]) == len(numbers)
+        if first is None or not self._before.is_again(name, first):
+            return
+        if _reduction(entries[0]) == "sum" and is_one and first % samples[0]:
+            self._before.warn(_ONE_NUMBER.format(_what(name), first, len(entries)))
+        are_counts = numbers == [*samples] and all(type(entry.value) is int for entry in entries)
+        if _takes_mean(entries[0]) and are_counts and first > 1:
+            self._before.warn(_SAMPLES.format(_what(name), first))
 
     def _of_mini_batch(
         self, name: str, entries: Sequence[_Entry], counts: Sequence[float]

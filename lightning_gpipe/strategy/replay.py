@@ -162,7 +162,8 @@ class Replay:
         if found is None or value.ndim or not value.is_floating_point():
             return None
         ways = self._numbers(None), self._numbers(weight), found.counts or self._numbers(None)
-        if not any(self._is_separable(found, way) for way in ways):
+        of_all = not self._has_places
+        if not any(self._is_separable(found, way, of_all) for way in ways):
             return found.mixer
         return None if any(map(bool, found.values)) else found.mixer_on_the_way(self._names)
 

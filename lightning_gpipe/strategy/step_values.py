@@ -55,7 +55,7 @@ _MIXED = Mixed()
 _FEW = 64  # elements of what is the same for all samples, and told as a mean is
 #: Functions of all elements that give something else for a mini-batch than the mean of its parts'.
 _OTHERS = {"max", "amax", "min", "amin", "median", "nanmedian", "quantile", "nanquantile"}
-_OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp"}
+_OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp", "nanmean"}
 _OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _COPIES = {"clone", "detach"}
@@ -219,7 +219,7 @@ class StepValues:
     def _reduced(self, trace: StepTrace, ran: Ran, result: Tensor) -> Recipe | None:
         """What a function makes of samples, as far as it isn't known to be a plain mean."""
         name, is_total = ran.name, ran.name in _TOTALS or ran.kwargs.get("reduction") == "sum"
-        if is_total or name in _OTHERS or name in ("mean", "nanmean"):
+        if is_total or name in _OTHERS or name == "mean":
             is_mean_of = not (is_total or name in _OTHERS)
             rows, samples = ran.given[0], self.samples
             is_found = not result.ndim and not is_mean_of
