@@ -447,6 +447,26 @@ def test_large_steps_are_not_looked_at(
     assert caplog.text.count(cause) == caplog.text.count("can't be checked") == 1
 
 
+def reading_first(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    loss = losses.mean()
+    m.log("known", (losses * w).mean())
+    if float(losses.max()) > -1:
+        m.log("unknown", (losses - losses.mean()).square().mean())
+    m.log("count", m.count)
+    return loss
+
+
+def test_it_is_said_once_of_which_logged_values_nothing_is_known(
+    monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setitem(ALONE, "one", reading_first)
+    assert texts_of("one") == []
+    (said,) = [r.getMessage() for r in caplog.records if "it isn't known whether" in r.getMessage()]
+    assert "What self.log('unknown', ...) logs. The step reads numbers by '__float__'." in said
+    assert "'known'" not in said
+
+
 def reading(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
     losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
     return losses.mean() * (1 if float(losses.max()) > -1 else 2)

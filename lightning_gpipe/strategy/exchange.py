@@ -67,6 +67,10 @@ _UNKNOWN = (
     " several samples together, such as a contrastive loss, sees those of a micro-batch alone."
     " Here that can't be checked: %s"
 )
+_UNKNOWN_VALUES = (
+    "With step='micro-batch' it isn't known whether these are means over samples, each by itself,"
+    " and so the mini-batch's: %s. %s"
+)
 
 
 class Exchange:
@@ -184,6 +188,9 @@ class Exchange:
             self._warned.add(_UNKNOWN)
             if not found.is_known and found.before is None:
                 _log.info(_UNKNOWN, self._cause or "It isn't known what it is computed of.")
+        if found.unknown and self._cause and _UNKNOWN_VALUES not in self._warned:
+            self._warned.add(_UNKNOWN_VALUES)
+            _log.info(_UNKNOWN_VALUES, "; ".join(found.unknown), self._cause)
         return found.loss
 
     def look_at(self, losses: Sequence[Tensor | None]) -> None:
@@ -206,6 +213,8 @@ class Exchange:
         found = _Found()
         if self._trace is None:
             return found
+        made = {id(t) for each in self._noted for t in each.ran.made} - {id(self._loss)}
+        found.unknown = [what for what, value in self._means if id(value) in made]
         for halves in halves_of(self._samples, self._number):
             replay = Replay(self._trace, self._rows, halves, self._number, names)
             with warnings.catch_warnings():
@@ -221,6 +230,8 @@ class Exchange:
             with suppress(Exception):  # or their backwards
                 found.loss = _better(found.loss, replay.mixer_of_loss(self._loss, self._weight))
                 for what, value in self._means:
+                    if what in found.unknown and replay.knows(value):
+                        found.unknown.remove(what)
                     name = replay.mixer_of_mean(value, self._weight)
                     found.means |= {} if name is None else {what: name}
                     found.rows |= {what} if value.ndim else set()
@@ -241,6 +252,7 @@ class _Found:
         loss: Of which the loss comes; None: it doesn't.
         means: Of which other means come, or rows, by what they are.
         rows: Which of these are rows.
+        unknown: Which means, or rows, aren't known to be computed of samples or not.
         is_known: Whether it is known what the loss is computed of.
     """
 
@@ -248,6 +260,7 @@ class _Found:
     loss: str | None = None
     means: dict[str, str] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
+    unknown: list[str] = field(default_factory=list)
     is_known: bool = False
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -410,6 +410,10 @@ ROWS: Rows = {
     "strict_loading": Row(module=Loose, also=resumed),
     "to_torchscript": Shown(exported),
     "torch.compile of layers": Row(module=Compiled),
+    "torch.compile of the module": Refused(
+        "Using a compiled model is incompatible",
+        module=lambda: cast(L.LightningModule, torch.compile(Module(), backend="eager")),
+    ),
     "torch.compile of the backbone": Refused("compiled as a whole", module=Whole),
     "Tuner.lr_find": Row(module=Rate, also=tuned),
     "SyncBatchNorm": Refused("needs GPUs", module=Synchronized),
