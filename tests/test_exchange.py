@@ -176,6 +176,8 @@ def logged_by_count(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> 
     scores, some = scores_of(m, x), x[:, 0] > 0
     m.log("of some", F.cross_entropy(scores, y.where(some, -100)))
     m.log("weights of some", (w * some).sum() / some.sum())
+    count = some.sum()
+    m.log("guarded", torch.where(count != 0, (scores[:, 0].exp() * some).sum() / count, 0.0))
     return F.cross_entropy(scores, y)
 
 

@@ -478,6 +478,17 @@ def test_weights_mend_it() -> None:
     assert told(weighted, is_padded=True) == ""
 
 
+def test_a_small_number_behind_a_count_couples_nothing() -> None:
+    def weighted(module: L.LightningModule, x: Tensor, y: Tensor) -> Any:
+        counted = (y % 3 > 0).to(x.dtype)
+        return {
+            "loss": (each(x, y) * counted).sum() / (counted.sum() + 1e-8),
+            "weight": counted.sum(),
+        }
+
+    assert told(weighted, precision="64-true") == ""
+
+
 def test_a_weight_of_which_nothing_is_known_is_no_reason_to_tell() -> None:
     def weighted(module: L.LightningModule, x: Tensor, y: Tensor) -> Any:
         counted = y % 3 > 0
