@@ -89,8 +89,9 @@ def _divided(
     elements = divided.elements if isinstance(divided, Other) else 0
     is_clamped = clamped is not None
     value = trace.values.keep(ran.result)
-    place = ref(ran.result)
-    return Mean(value, kept, counts, elements=elements, is_clamped=is_clamped, tensor=place)
+    known = by if isinstance(by, Other) else None
+    mean = Mean(value, kept, counts, elements=elements, is_clamped=is_clamped, by=known)
+    return replace(mean, tensor=ref(ran.result))
 
 
 def _guarded(trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None]) -> Mean | None:
@@ -100,7 +101,7 @@ def _guarded(trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None]) -
     asked, found = (recipes.get(id(argument)) for argument in ran.args[:2])
     if not isinstance(asked, Other) or not isinstance(found, Mean):
         return None
-    if asked.count is None or asked.count is not found.divisor:
+    if asked.of is None or asked.of is not found.by:
         return None
     value, place = trace.values.keep(ran.result), ref(ran.result)
     return replace(found, value=value, tensor=place, is_clamped=True)

@@ -36,6 +36,7 @@ class Mean:
         is_clamped: Whether what was divided by is the divisor, but at least 1 or less, or 0 stands
             for what would be divided by 0.
         tensor: The scalar in the step; None: it isn't known.
+        by: The sum that it is divided by; None: it isn't known to be one.
     """
 
     value: Tensor
@@ -45,6 +46,7 @@ class Mean:
     elements: int = 0
     is_clamped: bool = False
     tensor: weakref.ref[Tensor] | None = field(default=None, compare=False, repr=False)
+    by: Other | None = field(default=None, compare=False, repr=False)
     is_of_metrics = False
 
 
@@ -105,6 +107,7 @@ class Other:
         elements: Of how many a sum is; 0: it isn't known.
         count: The sum that was clamped to 1 or less, or compared with 0, as a count that something
             is divided by.
+        of: That sum itself.
     """
 
     made: tuple[tuple[str, Tensor], ...]
@@ -112,6 +115,7 @@ class Other:
     is_empty: bool = False
     elements: int = 0
     count: Tensor | None = None
+    of: Other | None = field(default=None, compare=False, repr=False)
     is_of_metrics = False
 
 

@@ -160,8 +160,11 @@ class StepValues:
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             elements = max(other.elements for other in others)
             is_count = is_whole and all(map(is_sum, known)) and keeps_from_zero(ran)
+            of = others[0] if is_count else None
             count = trace.values.keep(given[0]) if is_count else None
-            recipe: Recipe = quotient or Other(tuple(pairs), keeps, elements=elements, count=count)
+            recipe: Recipe = quotient or Other(
+                tuple(pairs), keeps, elements=elements, count=count, of=of
+            )
             for tensor in made:
                 if is_whole or quotient is not None or not tensor.ndim:
                     self._note(tensor, recipe)
