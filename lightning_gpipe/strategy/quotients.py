@@ -50,7 +50,7 @@ def product_of(
 ) -> Other | None:
     """What a function has multiplied by a count, if it was a mean: a sum; see :func:`quotient_of`.
 
-    A whole number counts if it is that of the micro-batch's samples.
+    A whole number counts if it is that of the micro-batch's samples; 1 and 2 are seldom counts.
     """
     if ran.name not in MULTIPLY or not ran.is_free or len(ran.args) != 2:
         return None
@@ -59,7 +59,7 @@ def product_of(
             continue
         recipe = recipes.get(id(mean))
         is_mean = isinstance(recipe, Mean) or (recipe is None and is_known_mean(mean))
-        is_samples = type(count) is int and count == samples > 1
+        is_samples = type(count) is int and count == samples > 2
         if is_mean and (is_samples or is_sum(recipes.get(id(count)))):
             return Other(((ran.name, trace.values.keep(ran.result)),), is_sum=True)
     return None
