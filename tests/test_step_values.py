@@ -285,6 +285,7 @@ class Validates(Classifier):
             "by another's count": lambda: torch.where(
                 mask.sum() > 6, errors.sum() / mask.sum(), 0.0
             ),
+            "by whether there is one": lambda: errors.sum() / (mask.sum() > 0),
             "where there are others": lambda: torch.where(
                 (inputs > 1.9).sum() != 0, errors.sum() / mask.sum(), 0.0
             ),
@@ -347,7 +348,7 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     "what",
     [
         *("halved", "of bounded", "of others", "of nothing", "of fractions"),
-        *("explained", "overlap", "by targets"),
+        *("explained", "overlap", "by targets", "by whether there is one"),
     ],
 )
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:

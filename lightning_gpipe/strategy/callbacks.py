@@ -7,7 +7,7 @@ end of the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,11 @@ def adapted(
             patches.as_method(partial(_together, patches.CHECK_VALIDATION.current()))
         ),
         patches.SUMMARY.replaced(_inside(on_meta, ModelSummary._summary)),
-        patches.LOAD_STATE_DICT.replaced(_inside(loading_in_part, nn.Module.load_state_dict)),
+        (
+            patches.LOAD_STATE_DICT.replaced(_inside(loading_in_part, nn.Module.load_state_dict))
+            if groups.stages > 1
+            else nullcontext()
+        ),
         patches.LOG_GRAPH.replaced(_inside(pipeline.as_written, TensorBoardLogger.log_graph)),
     ):
         yield [

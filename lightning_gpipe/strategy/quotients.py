@@ -21,12 +21,15 @@ _COMPARISONS = {"gt", "ne", "__gt__", "__ne__"}
 
 
 def keeps_from_zero(ran: Ran) -> bool:
-    """Whether a function keeps a count from being 0, or tells whether it is."""
+    """Whether a function keeps a count from being 0."""
     least: Any = ran.args[1] if len(ran.args) > 1 else ran.kwargs.get("min")
-    if ran.name in _COMPARISONS:
-        return type(least) in (int, float) and least == 0
     is_clamp = ran.name in _CLAMPS and ran.kwargs.get("max") is None and len(ran.args) < 3
     return is_clamp and type(least) in (int, float) and 0 < least <= 1
+
+
+def tells_of_zero(ran: Ran) -> bool:
+    """Whether a function tells if a count is 0."""
+    return ran.name in _COMPARISONS and [*ran.args[1:]] == [0]
 
 
 def quotient_of(
@@ -87,9 +90,9 @@ def _divided(
     if counts and is_number and isinstance(divided, Other) and divided.is_empty:
         kept = 0  # not 1, as of max(count, 1)
     elements = divided.elements if isinstance(divided, Other) else 0
-    is_clamped = clamped is not None
-    value = trace.values.keep(ran.result)
     known = by if isinstance(by, Other) else None
+    is_clamped = known is not None and not is_sum(known)
+    value = trace.values.keep(ran.result)
     mean = Mean(value, kept, counts, elements=elements, is_clamped=is_clamped, by=known)
     return replace(mean, tensor=ref(ran.result))
 

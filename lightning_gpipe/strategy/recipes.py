@@ -33,8 +33,8 @@ class Mean:
         counts: Whether the divisor is added up over micro-batches, as what is divided is.
         is_sure: Whether that is known; else it is so if the divisor is a whole number.
         elements: How many were added up to what is divided; 0: it isn't known.
-        is_clamped: Whether what was divided by is the divisor, but at least 1 or less, or 0 stands
-            for what would be divided by 0.
+        is_clamped: Whether what was divided by is the divisor, but at least 1 or less, or computed
+            otherwise of sums; or whether 0 stands for what would be divided by 0.
         tensor: The scalar in the step; None: it isn't known.
         by: The sum that it is divided by; None: it isn't known to be one.
     """
@@ -105,9 +105,8 @@ class Other:
         is_sum: Whether it is a sum over samples.
         is_empty: Whether it is a sum over nothing, as of what a mask chooses.
         elements: Of how many a sum is; 0: it isn't known.
-        count: The sum that was clamped to 1 or less, or compared with 0, as a count that something
-            is divided by.
-        of: That sum itself.
+        count: The sum that was clamped to 1 or less, as a count that something is divided by.
+        of: The sum that was compared with 0.
     """
 
     made: tuple[tuple[str, Tensor], ...]

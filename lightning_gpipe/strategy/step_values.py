@@ -27,7 +27,12 @@ from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
 from lightning_gpipe.strategy.counting import count_of
-from lightning_gpipe.strategy.quotients import keeps_from_zero, product_of, quotient_of
+from lightning_gpipe.strategy.quotients import (
+    keeps_from_zero,
+    product_of,
+    quotient_of,
+    tells_of_zero,
+)
 from lightning_gpipe.strategy.recipes import (
     Call,
     Computed,
@@ -159,9 +164,10 @@ class StepValues:
             keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             elements = max(other.elements for other in others)
-            is_count = is_whole and all(map(is_sum, known)) and keeps_from_zero(ran)
-            of = others[0] if is_count else None
-            count = trace.values.keep(given[0]) if is_count else None
+            are_sums = is_whole and all(map(is_sum, known))
+            of = others[0] if are_sums and tells_of_zero(ran) else None
+            is_clamped = are_sums and keeps_from_zero(ran)
+            count = trace.values.keep(given[0]) if is_clamped else None
             recipe: Recipe = quotient or Other(
                 tuple(pairs), keeps, elements=elements, count=count, of=of
             )
