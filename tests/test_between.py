@@ -329,6 +329,34 @@ class Sequence(PreNorm):
         self.blocks: Any = nn.Sequential(*self.blocks)
 
 
+class Children(Sequence):
+    """Loops over the children of an ``nn.Sequential``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for block in self.blocks.children():
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class NamedChildren(Loop):
+    """Loops over the children of an ``nn.ModuleList`` and their names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        for name, block in self.blocks.named_children():
+            hidden = block(hidden) + int(name) * hidden
+        return self.head(hidden)
+
+
+class Slices(Sequence):
+    """Calls slices of an ``nn.Sequential``, and uses what is between them behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.blocks[:1](self.before(x))
+        return self.head(self.blocks[1:](middle) + middle)
+
+
 class Parts(Loop):
     """Calls the parts of blocks that can't be called."""
 
@@ -1444,6 +1472,7 @@ WORK = (
     *(CollectedForNothing, ByForward, WrapsForwards, OutIndices, OutOfThree),
     *(LastOnly, ByKeys, ByKeysDrops, Whole, WholeTuple, WholeInPlace),
     *(Drops, DropsWhole, DropsMost, DropsIndexed, DropsBehind, DropsByChance),
+    *(Children, NamedChildren, Slices),
 )
 OF_STEPS_BEFORE = Remembers, KeepsStates  # which with micro-batches is another one's
 #: What comes out of the loop is built in different ways.

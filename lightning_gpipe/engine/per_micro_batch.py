@@ -45,7 +45,7 @@ from lightning_gpipe.tensors.tree import Tree, tree_tensors
 
 NO_CALL = (
     "The training step doesn't call the backbone, so there is nothing to run in stages. It is"
-    " called whole, or in a loop over it, `for layer in self.backbone`, not over its children()."
+    " called whole, or in a loop over it, `for layer in self.backbone`."
 )
 _NOT_ALWAYS = (
     "The step doesn't call the backbone for micro-batch {m}, but for other micro-batches or"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -58,9 +58,10 @@ class Sequential(Listening, nn.Sequential):
     """
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
-        return super().__getitem__(index)
+        found = super().__getitem__(index)
+        if not isinstance(index, slice):
+            return found
+        return nn.Sequential(OrderedDict(zip([*self._modules][index], found, strict=True)))
 
     def _gives_layers(self, listener: Listener) -> bool:
         return listener.is_alone and not listener.is_looped_over  # by which loops tell blocks apart
@@ -105,11 +106,6 @@ class ModuleDict(Listening, nn.ModuleDict):
         found = list.__iter__(self._stand_ins(listener))
         pairs = [*zip(self._modules, found, strict=True)]
         return StandIns(pairs, partial(listener.loop_over, self))
-
-    def is_last(self, met: Sequence[Any]) -> bool:
-        """Whether a loop has met the last key, value or item."""
-        key, layer = next(reversed(self._modules.items()))
-        return any(last in (key, layer, (key, layer)) for last in met)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.ModuleDict, (), self.state_without()

@@ -120,7 +120,7 @@ _pipelines: WeakSet[HasParts] = WeakSet()  # one that isn't ended would else liv
 
 def _leads_to_part(function: Any, given: Any) -> bool:
     """Whether a function of a checkpoint's, or what it is given, is a part of a pipeline."""
-    values = [*_named(function), *tree_leaves(given)]
+    values = tree_leaves([*_named(function), given])
     return any(pipeline.is_part(value) for pipeline in [*_pipelines] for value in values)
 
 

@@ -79,6 +79,13 @@ class Listening(nn.Module):
         listener, layers = self._listener, self._modules.values()
         return iter(self._stand_ins(listener) if listener is not None else layers)
 
+    def named_children(self) -> Iterator[tuple[str, Any]]:
+        """The layers, or what stands in for them, with their names; so does ``children``."""
+        listener = self._listener
+        if listener is None:
+            return super().named_children()
+        return iter(listener.loop_over(self, self._named_stand_ins(listener)))
+
     def __reversed__(self) -> Iterator[Any]:
         self._check_backwards()
         return reversed(layers_of(self))
@@ -95,8 +102,8 @@ class Listening(nn.Module):
         """Refuse a loop that goes backwards over layers of several stages; one's own are called."""
         if self._listener is not None and not self._listener.is_alone:
             raise RuntimeError(
-                "The model loops backwards over the backbone's layers, which are on several stages"
-                " and run in order. If its steps do so, keep the layers in the order in which they"
+                "The model loops backwards over the backbone's layers, which run in order, on their"
+                " stages. If its steps do so, keep the layers in the order in which they"
                 " run. Do other things, such as sampling from a normalizing flow, outside the run,"
                 " or in one with devices=1, where it runs as written: trainer.save_checkpoint saves"
                 " the whole module."
@@ -107,12 +114,19 @@ class Listening(nn.Module):
         return False
 
     def is_last(self, met: Sequence[Any]) -> bool:
-        """Whether what a loop has met last, if anything, is the last layer."""
-        return layers_of(self)[-1] in met
+        """Whether what a loop has met last, if anything, is the last layer, its key or both."""
+        last = next(each for each in reversed(self._modules.items()) if each[1] is not None)
+        return any(each in (*last, last) for each in met)
 
     def _stand_ins(self, listener: Listener) -> StandIns:
         found = [listener.stand_in(self, i, "", layer) for i, layer in enumerate(layers_of(self))]
         return StandIns(found, partial(listener.loop_over, self))
+
+    def _named_stand_ins(self, listener: Listener) -> list[tuple[str, Any]]:
+        """What stands in for the layers with their names, each once, as modules have children."""
+        named = list(super().named_children())
+        made = dict(zip(layers_of(self), list.__iter__(self._stand_ins(listener)), strict=True))
+        return [(name, made[layer]) for name, layer in named]
 
 
 class Listener:

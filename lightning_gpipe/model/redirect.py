@@ -68,7 +68,7 @@ class Redirections:
     What a model's loop over a backbone calls is redirected, too.
 
     Args:
-        is_alone: Whether one rank has all layers.
+        is_alone: Whether one rank has all layers, which the model may call by themselves, too.
     """
 
     def __init__(self, is_alone: bool) -> None:
@@ -82,7 +82,10 @@ class Redirections:
         kinds = type(value).__mro__
         if is_promise(value) or not {StandIn, StandIns, Unknown}.isdisjoint(kinds):
             return True
-        return nn.Module in kinds and value in self._targets
+        if nn.Module not in kinds:
+            return False
+        parts = value._modules.values()  # of a slice of a backbone
+        return value in self._targets or any(StandIn in type(part).__mro__ for part in parts)
 
     def take_over(self, backbone: nn.Module) -> None:
         """Listen to loops over a backbone's layers, too, until :meth:`end`."""
@@ -160,7 +163,6 @@ def not_alone(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "A layer of the backbone was called by itself, and the layers are on several stages: call"
         " the backbone as a whole, or all of its layers in a loop, `for layer in self.backbone`."
-        " checkpoint_sequential isn't needed: the strategy's checkpoint= re-materializes them."
     )
 
 

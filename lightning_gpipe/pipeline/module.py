@@ -44,8 +44,9 @@ class PipelinedModule:
     """
 
     def __init__(self, module: nn.Module, surroundings: Surroundings) -> None:
-        self.module = module
-        self._redirections = Redirections(surroundings.groups.stages == 1)
+        self.module, self.groups = module, surroundings.groups
+        is_alone = self.groups.stages == 1 and surroundings.settings.step == "mini-batch"
+        self._redirections = Redirections(is_alone)
         try:
             uncut = Uncut.of(module, surroundings, self._redirections)
             uncut.build()
@@ -54,7 +55,6 @@ class PipelinedModule:
             raise
         self.backbone = uncut.backbone
         self._state: Uncut | Pipeline = uncut
-        self.groups = surroundings.groups
         self._step: tuple[int, ...] = (0,)
         self._lent: list[Slot] = []
         self.is_lazy = uncut.building.keeps_parts  # no rank holds all of it, before or after
