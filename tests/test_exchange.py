@@ -469,6 +469,37 @@ def test_it_is_said_once_of_which_logged_values_nothing_is_known(
     assert "'known'" not in said
 
 
+def reading_in_turn(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    if float(losses.max()) > -1:
+        m.log(f"unknown {m.global_step // 2}", (losses - losses.mean()).square().mean())
+    return losses.mean()
+
+
+def test_it_is_said_of_each_logged_value_of_which_nothing_is_known(
+    monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setitem(ALONE, "one", reading_in_turn)
+    assert texts_of("one") == []
+    said = [r.getMessage() for r in caplog.records if "it isn't known whether" in r.getMessage()]
+    assert len(said) > 1
+    assert [f"'unknown {i}'" in text for i, text in enumerate(said)] == [True] * len(said)
+
+
+def ranking(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
+    m.log("largest", losses.detach().topk(2).values.mean())
+    return losses.topk(2).values.mean()
+
+
+def test_it_is_said_that_few_samples_show_no_rank(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setitem(ALONE, "one", ranking)
+    assert texts_of("one", chunks=SAMPLES // 2) == []
+    cause = "Micro-batches of 2 samples may not show what 'topk' does."
+    assert f"Here that can't be checked: {cause}" in caplog.text
+    assert f"What self.log('largest', ...) logs. {cause}" in caplog.text
+
+
 def reading(m: Any, x: Tensor, tokens: Tensor, y: Tensor, w: Tensor) -> Tensor:
     losses = F.cross_entropy(scores_of(m, x), y, reduction="none")
     return losses.mean() * (1 if float(losses.max()) > -1 else 2)

@@ -130,6 +130,14 @@ class Classifier(L.LightningModule):
         self.log("of few", (scores[few] > 0).double().mean())
         by_class = [scores[inputs > i].mean() for i in range(4)]
         self.log("of classes", torch.stack(by_class).nanmean())
+        short = inputs.argmax(1).masked_fill(inputs[:, 0] > 0, -100)
+        self.log("padded", functional.cross_entropy(scores, short), on_step=True, on_epoch=True)
+        of_class = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+        self.log("by class", functional.cross_entropy(scores, inputs.argmax(1), of_class))
+        total = torch.zeros((), dtype=torch.float64)
+        for row in scores:
+            total += row.abs().max() + row.square().mean()
+        self.log("one by one", total / len(scores))
 
     def means(self, scores: Tensor, inputs: Tensor, loss: Tensor) -> None:
         error = functional.mse_loss(scores, inputs)
@@ -300,6 +308,11 @@ class Validates(Classifier):
             "times samples": lambda: error * len(inputs),
             "times tokens": lambda: mask.sum() * error,
             "root": lambda: error.sqrt(),
+            "one by one": lambda: sum(row.abs().max() for row in scores),
+            "by classes": lambda: errors.sum() / len(targets.unique()),
+            "times a number": lambda: error * float(inputs.numpy().mean()),
+            "otherwise": lambda: error.exp() if inputs[0, 0] > 0 else error.sqrt(),
+            "of a metric and a number": lambda: self.f1(scores, targets) * float(inputs.sum()),
             "but nothing": lambda: torch.where(mask, errors, torch.nan).nanmean(),
             "count": lambda: 2 * (scores > inputs).sum().float(),
             "counts": lambda: (errors * mask).sum(0).mean(),
@@ -336,6 +349,7 @@ def texts_of(what: str, stages: int = 1, kind: type[Validates] = Validates) -> l
     [
         *("psnr", "largest", "deviation", "norm", "median", "any", "every class"),
         *("sum", "count", "counts", "but nothing", "by another's count", "where there are others"),
+        "one by one",
     ],
 )
 def test_what_is_no_mean_is_told_of_once(what: str) -> None:
@@ -348,12 +362,25 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     "what",
     [
         *("halved", "of bounded", "of others", "of nothing", "of fractions"),
-        *("explained", "overlap", "by targets", "by whether there is one"),
+        *("explained", "overlap", "by targets", "by whether there is one", "by classes"),
     ],
 )
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
     (text,) = texts_of(what)
     assert "logs is the mean over micro-batches of quotients whose divisors aren't in" in text
+
+
+@pytest.mark.parametrize("what", ["times a number", "otherwise"])
+def test_what_micro_batches_compute_otherwise_is_told_of_once(what: str) -> None:
+    (text,) = texts_of(what)
+    assert (
+        "over micro-batches of what is computed in another way, or with other numbers, in" in text
+    )
+
+
+def test_of_a_metric_that_each_micro_batch_scales_it_is_told_once() -> None:
+    (text,) = texts_of("of a metric and a number")
+    assert "over micro-batches of what a metric gives" in text
 
 
 class Even(Validates):

@@ -27,11 +27,13 @@ from lightning_gpipe.strategy.halves import halves_of
 from lightning_gpipe.strategy.noted import Noted
 from lightning_gpipe.strategy.replay import CannotReplay, Replay
 from lightning_gpipe.strategy.step_numbers import StepNumbers
+from lightning_gpipe.strategy.step_rows import ranks_rows
 
 _log = logging.getLogger("lightning.pytorch")
 #: Elements that a step makes, and functions, up to which it runs again: that takes some times the
 #: memory of the one, and half a millisecond for each of the other.
 _ELEMENTS, _FUNCTIONS = 2**22, 500
+_FEW = 3  # samples that a rank may happen to treat as if they were alone
 _BEFORE = (
     "What stands before the backbone computes samples together{by}."
     " With step='micro-batch' it sees those of a micro-batch alone, so what comes of it"
@@ -87,6 +89,7 @@ class Exchange:
         self._counts = Counter[str]()  # mini-batches of each kind
         self._number = 0  # of this one
         self._warned = set[str]()
+        self._unknown = set[str]()  # of what it was told that it can't be checked
         self._numbers = StepNumbers()
         self._noted: list[Noted] = []
         self._rows: Sequence[Tensor] = ()
@@ -188,9 +191,10 @@ class Exchange:
             self._warned.add(_UNKNOWN)
             if not found.is_known and found.before is None:
                 _log.info(_UNKNOWN, self._cause or "It isn't known what it is computed of.")
-        if found.unknown and self._cause and _UNKNOWN_VALUES not in self._warned:
-            self._warned.add(_UNKNOWN_VALUES)
-            _log.info(_UNKNOWN_VALUES, "; ".join(found.unknown), self._cause)
+        unknown = [what for what in found.unknown if what not in self._unknown]
+        if unknown and self._cause:
+            self._unknown.update(unknown)
+            _log.info(_UNKNOWN_VALUES, "; ".join(unknown), self._cause)
         return found.loss
 
     def look_at(self, losses: Sequence[Tensor | None]) -> None:
@@ -235,6 +239,11 @@ class Exchange:
                     name = replay.mixer_of_mean(value, self._weight)
                     found.means |= {} if name is None else {what: name}
                     found.rows |= {what} if value.ndim else set()
+        ranking = [each.ran.name for each in self._noted if ranks_rows(each.ran, self._samples)]
+        if self._samples <= _FEW and ranking and not found.mixes:
+            n, name = self._samples, ranking[0]
+            self._cause = f"Micro-batches of {n} samples may not show what '{name}' does."
+            found.is_known, found.unknown = False, [what for what, _ in self._means]
         return found
 
     def _tell(self, what: str, text: str) -> None:

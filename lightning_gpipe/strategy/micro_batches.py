@@ -83,7 +83,7 @@ class _MiniBatch:
         """Run the step of a micro-batch."""
         exchange = self.exchange if m == 0 else None
         self.log.begin(m, exchange is not None)
-        self.metrics.values.samples, self.metrics.values.trains = self.sizes[m], self.trains
+        self.metrics.values.samples = self.sizes[m]
         if exchange is not None:
             exchange.begin(self._rows(), self.sizes[m], self.parts[0])
         self.metrics.follow(None if exchange is None else exchange.follow)
@@ -238,7 +238,6 @@ class MicroBatchSteps:
             self._log = None
             self._exchange.forget()
         result = self._told(steps, weighting.weights, self._fixed[("training",)])
-        self.metrics.values.is_weighted = isinstance(result, Mapping) and "weight" in result
         if steps.exchange is not None:
             steps.exchange.look_at(list(map(_loss_of, steps.results)))
         if synchronize:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -33,7 +33,11 @@ def tells_of_zero(ran: Ran) -> bool:
 
 
 def quotient_of(
-    trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None], samples: int
+    trace: StepTrace,
+    ran: Ran,
+    recipes: Mapping[int, Recipe | None],
+    samples: int,
+    distinct: Collection[int],
 ) -> Mean | None:
     """What a function has divided by something, if it may be a mean.
 
@@ -42,9 +46,10 @@ def quotient_of(
         ran: The function.
         recipes: How tensors come about that it was given, by id.
         samples: Of the micro-batch.
+        distinct: Numbers of values that differ, which aren't counts to be added up.
     """
     if ran.name in DIVIDE:
-        return _divided(trace, ran, recipes, samples)
+        return _divided(trace, ran, recipes, samples, distinct)
     return _guarded(trace, ran, recipes) if ran.name == "where" else None
 
 
@@ -69,7 +74,11 @@ def product_of(
 
 
 def _divided(
-    trace: StepTrace, ran: Ran, recipes: Mapping[int, Recipe | None], samples: int
+    trace: StepTrace,
+    ran: Ran,
+    recipes: Mapping[int, Recipe | None],
+    samples: int,
+    distinct: Collection[int],
 ) -> Mean | None:
     if len(ran.args) != 2 or not isinstance(ran.args[0], Tensor):
         return None
@@ -83,7 +92,8 @@ def _divided(
         if not is_sum_by or not is_all or (is_number and ran.result.ndim):
             return None
     clamped = by.count if isinstance(by, Other) else None  # where it is 0, nothing is divided
-    counts = divided is not None and (is_number or is_sum(by) or clamped is not None)
+    may_count = is_number and divisor not in distinct
+    counts = divided is not None and (may_count or is_sum(by) or clamped is not None)
     kept: Tensor | float | None = clamped
     if kept is None:
         kept = divisor if is_number else trace.values.keep(divisor)

@@ -20,7 +20,14 @@ Call: TypeAlias = tuple[int, int]
 
 
 class NoMean(Exception):
-    """The mini-batch's quotient isn't known by those of its micro-batches."""
+    """The mini-batch's value isn't known by those of its micro-batches, with what these are."""
+
+    def __init__(
+        self,
+        what: str = "quotients whose divisors aren't in proportion to their samples. If a divisor"
+        " counts what the mean is over, such as tokens, give it to self.log as batch_size;",
+    ) -> None:
+        super().__init__(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,14 @@ class Computed:
     spec: TreeSpec | None
     output: int
     is_of_metrics: bool
+
+    def is_like(self, other: Computed) -> bool:
+        """Whether it is made as another one, of others perhaps."""
+        kind, its = (
+            (self.function, self.spec, self.output),
+            (other.function, other.spec, other.output),
+        )
+        return kind == its and len(self.leaves) == len(other.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run the function with other leaves."""

@@ -17,6 +17,9 @@ _PARTS = {"chunk", "narrow", "select", "split", "split_with_sizes", "tensor_spli
 _PARTS |= {"unbind", "unsafe_chunk", "unsafe_split"}
 #: Functions that may choose elements, or take rows of some samples alone.
 CHOOSING = {"__getitem__", "index_select", "masked_select", *_PARTS}
+#: Functions that compare, or pair, the rows of a tensor, and the place of the dimension.
+_RANKING = {"flip": 1, "msort": 1, "sort": 1, "median": 1, "nanmedian": 1, "std": 1, "var": 1}
+_RANKING |= {"kthvalue": 2, "quantile": 2, "nanquantile": 2, "roll": 2, "topk": 2, "batch_norm": 0}
 _FEATURES = 2**15  # that a mean over samples may have: every stage is told them
 
 
@@ -44,6 +47,14 @@ def chooses(ran: Ran) -> bool:
 def moves_rows(ran: Ran) -> bool:
     """Whether a function may put rows into another order."""
     return ran.name in ("flip", "flipud", "gather", "roll", "sort") or chooses(ran)
+
+
+def ranks_rows(ran: Ran, samples: int) -> bool:
+    """Whether a function compares, or pairs, what may be the rows of samples."""
+    place = _RANKING.get(ran.name)
+    if place is None or not may_be_rows(ran.given[0], samples):
+        return False
+    return ran.given[0].ndim == 1 or not place or _is_along_first(ran, place)
 
 
 def is_of_all(tensor: Tensor, samples: int) -> bool:

@@ -27,6 +27,7 @@ from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
 from lightning_gpipe.strategy.counting import count_of
+from lightning_gpipe.strategy.one_by_one import OneByOne
 from lightning_gpipe.strategy.quotients import (
     keeps_from_zero,
     product_of,
@@ -52,7 +53,6 @@ from lightning_gpipe.strategy.step_rows import (
     are_of_features,
     chooses,
     may_be_rows,
-    takes_one,
     takes_some,
 )
 
@@ -64,6 +64,7 @@ _OTHERS |= {"all", "any", "std", "var", "prod", "logsumexp", "nanmean"}
 _OTHERS |= {"norm", "linalg_norm", "linalg_vector_norm"}
 _TOTALS = {"sum", "nansum", "count_nonzero"}
 _COPIES = {"clone", "detach"}
+_OTHERWISE = "what is computed in another way, or with other numbers, in each."
 #: What is taken of values by ``reduce_fx``.
 _TAKEN = {"mean": "mean", "sum": "sum", "max": "largest", "min": "smallest"}
 #: What changes a scalar in place, and what gives the same.
@@ -73,8 +74,6 @@ _IN_PLACE = {
     **dict.fromkeys(filter(writes, MULTIPLY), torch.mul),
     **dict.fromkeys(filter(writes, DIVIDE), torch.div),
 }
-#: Functions that put together, or add up, what was computed of samples one by one.
-_TOGETHER = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
 
 
 class StepValues:
@@ -82,26 +81,26 @@ class StepValues:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[ref[Tensor], Recipe]] = {}  # by id
-        self._of_one: dict[int, ref[Tensor]] = {}  # computed of one sample's row, by id
+        self._one_by_one = OneByOne(self.is_constant)
         self._chosen = set[int]()  # numbers of rows that a step has chosen
+        self._distinct = set[int]()  # numbers of values, or rows, that differ
         self._aliases = Aliases()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
         self._fixed: dict[int, ref[Tensor]] = {}  # computed of parameters alone, by id
         self._constant: dict[int, ref[Tensor]] = {}  # made of no tensors, by id
         self._looks = Counter[str]()  # at what is other than a mean, or may be
         self._warned = set[str]()  # of these
-        #: Of the micro-batch whose step runs, and whether it is trained by.
-        self.samples, self.trains = 0, False
-        self.is_weighted = True  # by what the last mini-batch was trained: by a weight, perhaps
+        self.samples = 0  # of the micro-batch whose step runs
         #: What the calls of metrics give for the mini-batch.
         self.of_calls: dict[Call, Sequence[Tensor]] = {}
 
     def clear(self) -> None:
         """Forget the mini-batch."""
         self._known.clear()
-        self._of_one.clear()
+        self._one_by_one.clear()
         self._parted.clear()
         self._chosen.clear()
+        self._distinct.clear()
         self._aliases.clear()
         self._fixed.clear()
         self._constant.clear()
@@ -121,14 +120,24 @@ class StepValues:
             new = [t for t in made if all(t is not other for other in given)]  # not a parameter
             self._fixed.update((id(tensor), ref(tensor)) for tensor in new)
             return
+        elif not ran.is_free:
+            for tensor in made:
+                self._constant.pop(id(tensor), None)
         recipes: dict[int, Recipe | None] = {}
         if self._known:
             recipes = {id(t): self.recipe_of(t) for t in given if id(t) in self._known}
         known = [recipe for recipe in recipes.values() if recipe is not None]
-        if not known and self._is_of_one_sample(ran):
+        samples = self._one_by_one.follow(ran, self.samples)
+        if samples > 1:
+            value = trace.values.keep(made[0])
+            self._note(made[0], Other((("sum", value),), is_sum=True, elements=samples))
+            return
+        if samples and not known:
             return
         if name in CHOOSING:
             self._note_rows(trace, ran)
+        elif "unique" in name:
+            self._distinct.update(len(tensor) for tensor in made[:1])
         self._aliases.note(ran)
         means = [t for t in given if is_known_mean(t) and not t.ndim]
         means = [t for t in means if recipes.get(id(t)) is None]
@@ -137,7 +146,7 @@ class StepValues:
             if isinstance(ran.result, Tensor):
                 found = self._reduced(trace, ran, ran.result)
                 if found is None and not is_known_mean(ran.result):
-                    found = quotient_of(trace, ran, {}, self.samples)
+                    found = quotient_of(trace, ran, {}, self.samples, self._distinct)
                 self._note(ran.result, found)
             return
         if (total := product_of(trace, ran, recipes, self.samples)) is not None:
@@ -160,7 +169,7 @@ class StepValues:
             if name in MULTIPLY and any(type(v) in (int, float) and not v for v in ran.args):
                 return  # nothing is left of it
             is_whole = len(known) == len(given)
-            quotient = quotient_of(trace, ran, recipes, self.samples)
+            quotient = quotient_of(trace, ran, recipes, self.samples, self._distinct)
             keeps = is_whole and is_linear(ran) and all(map(is_sum, known))
             pairs = dict.fromkeys(pair for other in others for pair in other.made)
             elements = max(other.elements for other in others)
@@ -202,15 +211,6 @@ class StepValues:
         if recipe is not None:
             self._known[id(tensor)] = ref(tensor), recipe
 
-    def _is_of_one_sample(self, ran: Ran) -> bool:
-        """Whether a function computes with the row of a sample, or puts such together."""
-        of_one = sum(map(self._is_of_one, ran.given)) if self._of_one else 0
-        if not of_one and not takes_one(ran, self.samples):
-            return False
-        if ran.name not in _TOGETHER and (ran.name not in ADD or of_one < 2):
-            self._of_one.update((id(tensor), ref(tensor)) for tensor in ran.made)
-        return True
-
     def _is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or computed of such alone."""
         found = self._fixed.get(id(tensor))
@@ -219,10 +219,6 @@ class StepValues:
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor was made of no others."""
         found = self._constant.get(id(tensor))
-        return found is not None and found() is tensor
-
-    def _is_of_one(self, tensor: Tensor) -> bool:
-        found = self._of_one.get(id(tensor))
         return found is not None and found() is tensor
 
     def _reduced(self, trace: StepTrace, ran: Ran, result: Tensor) -> Recipe | None:
@@ -241,8 +237,7 @@ class StepValues:
                     return Mean(value)
                 elements = min(t.numel() for t in ran.given[:2] if t.ndim or not rows.ndim)
                 return Other(((name, value),), is_total, not rows.numel(), elements)
-        counts = self.is_weighted or not self.trains or bool(self._chosen)
-        return _mean_made(trace, ran, result, counts)
+        return _mean_made(trace, ran, result)
 
     def recipe_of(self, value: Any) -> Recipe | None:
         """How a value comes about; None: it is a mean, or it isn't known."""
@@ -271,27 +266,31 @@ class StepValues:
         """
         if len(recipes) == 1 or not any(recipes) or (adds and all(map(is_sum, recipes))):
             return None
-        is_quotient = False
+        why = ""
         if None not in recipes:
             try:
                 with suppress(LookupError):
                     value: Tensor = self._made(recipes, weights)
                     return value
-            except NoMean:
-                is_quotient = True
+            except NoMean as error:
+                why = str(error)
+        if what in self._warned:
+            return None
         if any(recipe is not None and recipe.is_of_metrics for recipe in recipes):
+            self._warned.add(what)
             rank_zero_warn(
                 f"{what} is the mean over micro-batches of what a metric gives: it is computed of"
                 " other tensors, too, changed in place, or given by some micro-batches alone. Log"
                 " or return what the metric gives by itself, or use"
                 " GPipeStrategy(step='mini-batch')."
             )
-        others = [recipe for recipe in recipes if isinstance(recipe, Other)]
-        if what in self._warned or (len(others) < len(recipes) and not is_quotient):
             return None
+        if None in recipes:
+            return None
+        others = [recipe for recipe in recipes if isinstance(recipe, Other)]
         self._looks[what] += 1
-        if is_quotient or is_due(self._looks[what]):
-            text = _text(what, None if is_quotient else functions_of(others), reduction)
+        if why or is_due(self._looks[what]):
+            text = _text(what, why, functions_of(others), reduction)
             if text is not None:
                 self._warned.add(what)
                 rank_zero_warn(text)
@@ -300,44 +299,41 @@ class StepValues:
     def _made(self, recipes: Sequence[Any], weights: Sequence[float]) -> Any:
         last = recipes[-1]
         kinds = set(map(type, recipes))
-        if len(kinds) > 1 or not kinds.isdisjoint((Mixed, Other)):
+        if not kinds.isdisjoint((Mixed, Other)):
             raise LookupError
+        if len(kinds) > 1:
+            raise NoMean(_OTHERWISE)
         if isinstance(last, Mean):
             return mean_of(recipes, weights)
         if isinstance(last, Given):
             return self.of_calls[last.call][last.output].detach().clone()
         if isinstance(last, Computed):
             leaves = [recipe.leaves for recipe in recipes]
-            if any(recipe.spec != last.spec for recipe in recipes) or len({*map(len, leaves)}) > 1:
-                raise LookupError
+            if any(not recipe.is_like(last) for recipe in recipes):
+                raise NoMean(_OTHERWISE)
             made = [self._made(column, weights) for column in zip(*leaves, strict=True)]
             return tensors_in(last.run(made))[last.output]
-        if any(recipe != last for recipe in recipes):
-            raise LookupError
+        if any(recipe is not last and recipe != last for recipe in recipes):
+            raise NoMean(_OTHERWISE)
         return last
 
 
-def _text(what: str, functions: Sequence[str] | None, reduction: str) -> str | None:
+def _text(what: str, why: str, functions: Sequence[str], reduction: str) -> str | None:
     """What to warn of what isn't the mean of the micro-batches' values, or their sum or so.
 
     Args:
         what: What it is.
-        functions: What has made it of all samples of each; None: it is a quotient.
+        why: What these are; nothing: that isn't known.
+        functions: What has made it of all samples of each.
         reduction: What is taken.
     """
-    give = "Give"
-    if functions is None:
-        why = (
-            "quotients whose divisors aren't in proportion to their samples. If a divisor"
-            " counts what the mean is over, such as tokens, give it to self.log as batch_size;"
-        )
-        give = "else give"
-    elif functions:
+    give = "else give" if why.endswith(";") else "Give"
+    if functions and not why:
         why = f"what '{functions[0]}' makes of all samples of each, which isn't the mini-batch's."
         if reduction == "mean":
             why += " Log it with reduce_fx='sum', 'max' or 'min' if it is that of samples,"
             give = "give"
-    else:
+    if not why:
         return None
     return (
         f"{what} is the {_TAKEN[reduction]} over micro-batches of {why} {give} the scores to a"
@@ -345,20 +341,19 @@ def _text(what: str, functions: Sequence[str] | None, reduction: str) -> str | N
     )
 
 
-def _mean_made(trace: StepTrace, ran: Ran, made: Tensor, counts: bool) -> Mean | None:
+def _mean_made(trace: StepTrace, ran: Ran, made: Tensor) -> Mean | None:
     """A mean that a function has made; None: it made something else, or a plain one.
 
     Args:
         trace: Follows the step.
         ran: The function.
         made: What it has made.
-        counts: Whether the mean counts by what it is over.
     """
     origin = origin_of(made)
     is_found = is_mean(ran) if origin is None else origin.is_mean
     if not is_found or made.ndim:
         return None
-    count = count_of(trace, ran) if counts else None
+    count = count_of(trace, ran)
     if origin is None:  # such as one of the batch
         return Mean(made.detach().clone(), count, count is not None, True, tensor=ref(made))
     return (
