@@ -772,3 +772,34 @@ def test_a_batch_size_that_is_a_constant_counts_alike_in_all_batches(
         run.fit(module, DataLoader(TensorDataset(x), 8), DataLoader(TensorDataset(x), 8))
         found.append(dict(run.callback_metrics))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+
+
+class Decides(Validates):
+    """Decides by values, in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.backbone(batch[0])
+        error, size = functional.mse_loss(scores, batch[0]), scores.abs().mean()
+        if self.what == "which is larger":
+            self.log("value", max(scores[:, 0].mean(), scores[:, 1].mean()))
+        elif self.what == "whether there is one":
+            self.log("value", error if (batch[0] > 2).any() else size)
+        elif self.what == "what all have":
+            self.log("value", error if (batch[0] > -9).all() else size)
+        elif self.what == "by sample":
+            rows = [row.sum() if row[0] > 0 else row.mean() for row in scores]
+            self.log("value", torch.stack(rows).mean())
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("what", "is_told"),
+    [
+        *(("which is larger", True), ("whether there is one", True)),
+        *(("what all have", False), ("by sample", False)),
+    ],
+)
+def test_decisions_that_differ_are_told_of_once(what: str, is_told: bool, caplog: Any) -> None:
+    texts_of(what, kind=Decides)
+    said = [r.getMessage() for r in caplog.records if "steps decide by values" in r.getMessage()]
+    assert len(said) == is_told

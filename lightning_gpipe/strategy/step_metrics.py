@@ -116,6 +116,7 @@ class StepMetrics:
         if trace is None:
             return
         trace.follow = None
+        self.values.decisions.end(len(sizes), sizes[-1])
         with trace.suspended():
             self._at_once.finish()
         for aggregate, where in self._aggregates.finish(trace, sizes, weights):

@@ -27,6 +27,7 @@ from lightning_gpipe.model.remote import origin_of, tensors_in
 from lightning_gpipe.model.step_trace import StepTrace
 from lightning_gpipe.strategy.aliases import Aliases
 from lightning_gpipe.strategy.counting import count_of
+from lightning_gpipe.strategy.decisions import Decisions
 from lightning_gpipe.strategy.one_by_one import OneByOne
 from lightning_gpipe.strategy.quotients import (
     keeps_from_zero,
@@ -85,6 +86,7 @@ class StepValues:
         self._chosen = set[int]()  # numbers of rows that a step has chosen
         self._distinct = set[int]()  # numbers of values, or rows, that differ
         self._aliases = Aliases()
+        self.decisions = Decisions()
         self._parted: set[int] = set()  # the micro-batches whose step has taken rows of samples
         self._fixed: dict[int, ref[Tensor]] = {}  # computed of parameters alone, by id
         self._constant: dict[int, ref[Tensor]] = {}  # made of no tensors, by id
@@ -102,6 +104,7 @@ class StepValues:
         self._chosen.clear()
         self._distinct.clear()
         self._aliases.clear()
+        self.decisions.clear()
         self._fixed.clear()
         self._constant.clear()
         self.of_calls.clear()
@@ -114,6 +117,7 @@ class StepValues:
     def follow(self, trace: StepTrace, ran: Ran) -> None:
         """Note what a function of a step has made; see :data:`step_trace.Follow`."""
         name, given, made = ran.name, ran.given, ran.made
+        self.decisions.follow(trace.micro_batch, ran)
         if ran.is_free and not given:
             self._constant.update((id(tensor), ref(tensor)) for tensor in made)
         elif ran.is_free and all(map(self._is_fixed, given)):
