@@ -138,8 +138,8 @@ class Penalty(models.Module):
 class LayerByLayer(models.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.backbone(x)
-        for layer in self.backbone.children():
-            x = layer(x)
+        for i in range(len(self.backbone)):
+            x = self.backbone.get_submodule(str(i))(x)
         return x
 
 

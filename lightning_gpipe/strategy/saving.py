@@ -61,9 +61,9 @@ def warn_of_difference(before: int | None, chunks: int) -> None:
     if before not in (None, chunks):
         rank_zero_warn(
             f"The checkpoint was trained with {before} micro-batches a mini-batch, and this run has"
-            f" {chunks}: batch norm and dropout see others than before. Give"
-            f" GPipeStrategy(chunks={before}) to go on with the same; chunks='auto' follows the"
-            " number of stages."
+            f" {chunks}: batch norm and dropout, if the model has them, see others than before."
+            f" Give GPipeStrategy(chunks={before}) to go on with the same; chunks='auto' follows"
+            " the number of stages."
         )
 
 
