@@ -243,8 +243,8 @@ class LayerByLayer(models.Module):
     """Nothing was cut, without a word, where the step never called the backbone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.backbone.children():
-            x = layer(x)
+        for i in range(len(self.backbone)):
+            x = self.backbone.get_submodule(str(i))(x)
         return x
 
 
