@@ -58,8 +58,10 @@ class Listening(nn.Module):
             is_alone: Whether one rank has all layers.
         """
         before = self._before  # of which a running loop may have stand-ins
-        is_same = before is not None and before.runs(run, is_alone)
-        self._listener = before if is_same else Listener(run, as_written, is_alone)
+        if before is None or not before.runs(run, is_alone):
+            self._forget()
+            before = Listener(run, as_written, is_alone)
+        self._listener = before
 
     def detach(self) -> None:
         """Be an ordinary list again."""
@@ -71,9 +73,15 @@ class Listening(nn.Module):
 
     def give_back(self, kind: type[nn.Module]) -> None:
         """Be of a class again that the list was of before it was taken over."""
+        self._forget()
         for name in OWN:
             self.__dict__.pop(name, None)
         self.__class__ = kind  # type: ignore[assignment]
+
+    def _forget(self) -> None:
+        for listener in (self._before, self._listener):
+            if listener is not None:
+                listener.forget()
 
     def __iter__(self) -> Iterator[Any]:
         listener, layers = self._listener, self._modules.values()
@@ -145,6 +153,10 @@ class Listener:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoneType, ()
+
+    def forget(self) -> None:
+        """Let go of its stand-ins, which refer to it."""
+        self._stand_ins.clear()
 
     @property
     def is_looped_over(self) -> bool:

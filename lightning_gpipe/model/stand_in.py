@@ -35,7 +35,7 @@ class StandIn:
         call: Called with the arguments in its place.
     """
 
-    __slots__ = ("_block", "_call")
+    __slots__ = ("__weakref__", "_block", "_call")  # tools keep modules as weak keys
 
     def __init__(self, block: Any, call: Callable[[Any, Any], Any]) -> None:
         object.__setattr__(self, "_block", block)

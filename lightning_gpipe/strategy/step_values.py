@@ -141,7 +141,7 @@ class StepValues:
         if name in CHOOSING:
             self._note_rows(trace, ran)
         elif "unique" in name:
-            self._distinct.update(len(tensor) for tensor in made[:1])
+            self._distinct.update(len(tensor) for tensor in made[:1] if tensor.ndim)
         self._aliases.note(ran)
         means = [t for t in given if is_known_mean(t) and not t.ndim]
         means = [t for t in means if recipes.get(id(t)) is None]
