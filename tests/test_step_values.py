@@ -383,6 +383,24 @@ def test_of_a_metric_that_each_micro_batch_scales_it_is_told_once() -> None:
     assert "over micro-batches of what a metric gives" in text
 
 
+class AsManyFeatures(Validates):
+    """Sums up features, of which there are as many as samples in some micro-batches alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores: Tensor = self.backbone(batch[0])
+        shares = scores.softmax(1).mean(0)
+        self.log("value", -(shares * shares.log()).sum())
+        return scores
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(super().val_dataloader().dataset, batch_size=4 * CLASSES - 2)
+
+
+def test_what_may_be_a_sum_in_some_micro_batches_is_told_of() -> None:
+    (text,) = texts_of("", kind=AsManyFeatures)
+    assert "what 'sum' makes of all samples of each" in text
+
+
 class Even(Validates):
     """All micro-batches have as many samples; a sum is divided by those of the mini-batch."""
 
