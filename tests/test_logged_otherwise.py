@@ -61,6 +61,10 @@ class Numbers(models.Module):
             self.log("it", torch.full((), 1.0), reduce_fx="sum")
         elif self.what == "chance":
             self.log("it", (y == y).all().double(), reduce_fx="sum")
+        elif self.what == "chance, added up":
+            total = torch.zeros((), dtype=torch.float64)
+            total += (y == y).all()
+            self.log("it", total, reduce_fx="sum")
         elif self.what == "number of samples":
             self.log("it", len(x))
         elif self.what == "constant":
@@ -109,6 +113,7 @@ def told(what: str) -> list[str]:
         ("batches", "is 1.0 in every micro-batch, and is added up: it counts 4 times"),
         ("made of a number", "is 1.0 in every micro-batch, and is added up: it counts 4 times"),
         ("chance", ""),
+        ("chance, added up", ""),
         ("samples", ""),
         ("number of samples", "is as many as each micro-batch has samples, 2 for instance"),
         ("constant", ""),

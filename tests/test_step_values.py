@@ -309,7 +309,9 @@ class Validates(Classifier):
             "times tokens": lambda: mask.sum() * error,
             "root": lambda: error.sqrt(),
             "one by one": lambda: sum(row.abs().max() for row in scores),
-            "by classes": lambda: errors.sum() / len(targets.unique()),
+            "one by one and more": lambda: (
+                (sum(row.abs().max() for row in scores) + error) / len(scores)
+            ),
             "times a number": lambda: error * float(inputs.numpy().mean()),
             "otherwise": lambda: error.exp() if inputs[0, 0] > 0 else error.sqrt(),
             "of a metric and a number": lambda: self.f1(scores, targets) * float(inputs.sum()),
@@ -349,7 +351,7 @@ def texts_of(what: str, stages: int = 1, kind: type[Validates] = Validates) -> l
     [
         *("psnr", "largest", "deviation", "norm", "median", "any", "every class"),
         *("sum", "count", "counts", "but nothing", "by another's count", "where there are others"),
-        "one by one",
+        *("one by one", "one by one and more"),
     ],
 )
 def test_what_is_no_mean_is_told_of_once(what: str) -> None:
@@ -362,7 +364,8 @@ def test_what_is_no_mean_is_told_of_once(what: str) -> None:
     "what",
     [
         *("halved", "of bounded", "of others", "of nothing", "of fractions"),
-        *("explained", "overlap", "by targets", "by whether there is one", "by classes"),
+        *("explained", "overlap", "by targets", "by whether there is one"),
+        "by a weight",
     ],
 )
 def test_quotients_of_sums_are_told_of_once(what: str) -> None:
@@ -411,6 +414,7 @@ class Even(Validates):
         by = {
             "a number": lambda: 100 * (scores.argmax(1) == targets).sum() / 12,
             "a tensor": lambda: loss / torch.tensor(12.0),
+            "classes": lambda: loss / len(targets.unique()),
             "those of the micro-batch": lambda: loss / len(inputs),
             "elements": lambda: (
                 functional.mse_loss(scores, inputs, reduction="sum") / inputs.numel()
@@ -426,7 +430,7 @@ class Even(Validates):
 @pytest.mark.parametrize(
     ("what", "is_told"),
     [
-        *(("a number", True), ("a tensor", True)),
+        *(("a number", True), ("a tensor", True), ("classes", True)),
         *(("those of the micro-batch", False), ("elements", False)),
     ],
 )
@@ -506,7 +510,6 @@ def test_other_reductions_of_what_is_of_all_samples_are_told_of(what: str, text:
         "by samples' number",
         "by elements",
         "by columns",
-        "by a weight",
         "with a penalty",
         "returned count",
         "by its divisor",

@@ -31,12 +31,13 @@ class OneByOne:
         """Forget them."""
         self._of.clear()
 
-    def follow(self, ran: Ran, samples: int) -> int:
+    def follow(self, ran: Ran, samples: int, is_of_more: bool) -> int:
         """Note what a function has made.
 
         Args:
             ran: The function.
             samples: Of the micro-batch.
+            is_of_more: Whether it was given what is known to be of several samples.
 
         Returns:
             Of how many samples this is a sum; 1: it is computed of one, or of several otherwise; 0:
@@ -49,12 +50,12 @@ class OneByOne:
                 return 0
             self._note(ran.made, (frozenset([i]) for i in _places(ran, samples)))
             return 1
-        if len(of) == 1 and ran.name not in _TOGETHER:
+        if len(of) == 1 and ran.name not in _TOGETHER and not is_of_more:
             self._note(ran.made, [of] * len(ran.made))
             return 1
         pairs = zip(ran.given, parts, strict=True)
         are_parts = all(part or self._is_constant(tensor) for tensor, part in pairs)
-        if ran.name not in ADD or not are_parts or len(of) < sum(map(len, parts)):
+        if ran.name not in ADD or not are_parts:
             return 1
         self._note(ran.made, [of])
         return len(of)

@@ -188,7 +188,7 @@ def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
     given = [told(mean.divisor) for mean in means if mean.divisor is not None]
     if len(given) == len(means):
         divisors = _stacked(given, values[0].device)
-        if _is_scaled(means, weights) or _is_by_mini_batch(means, divisors):
+        if _is_scaled(means, divisors, weights) or _is_by_mini_batch(means, divisors):
             raise NoMean
         is_whole = all(mean.is_sure for mean in means) or torch.equal(divisors, divisors.round())
         if all(mean.counts for mean in means) and is_whole:
@@ -199,11 +199,14 @@ def mean_of(means: Sequence[Mean], weights: Sequence[float]) -> Tensor:
     return mean
 
 
-def _is_scaled(means: Sequence[Mean], weights: Sequence[float]) -> bool:
+def _is_scaled(means: Sequence[Mean], divisors: Tensor, weights: Sequence[float]) -> bool:
     """Whether sums are divided by one number that isn't one of samples, such as 2."""
-    divisors = {mean.divisor for mean in means if isinstance(mean.divisor, (int, float))}
-    is_one = all(mean.counts for mean in means) and len(divisors) == 1 < len(means)
-    return is_one and float(divisors.pop() or 0) % float(weights[0] or 1) != 0
+    if divisors.ndim != 1 or len(means) == 1:
+        return False
+    are_numbers = all(isinstance(mean.divisor, (int, float)) and mean.counts for mean in means)
+    are_other = all(mean.elements and not mean.counts for mean in means)
+    is_one = (are_numbers or are_other) and bool((divisors == divisors[0]).all())
+    return is_one and bool(divisors[0] % (weights[0] or 1) != 0)
 
 
 def _is_by_mini_batch(means: Sequence[Mean], divisors: Tensor) -> bool:

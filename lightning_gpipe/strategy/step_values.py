@@ -131,7 +131,7 @@ class StepValues:
         if self._known:
             recipes = {id(t): self.recipe_of(t) for t in given if id(t) in self._known}
         known = [recipe for recipe in recipes.values() if recipe is not None]
-        samples = self._one_by_one.follow(ran, self.samples)
+        samples = self._one_by_one.follow(ran, self.samples, is_of_more=bool(known))
         if samples > 1:
             value = trace.values.keep(made[0])
             self._note(made[0], Other((("sum", value),), is_sum=True, elements=samples))
