@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 
@@ -430,12 +430,24 @@ class Even(Validates):
 @pytest.mark.parametrize(
     ("what", "is_told"),
     [
-        *(("a number", True), ("a tensor", True), ("classes", True)),
+        *(("a number", True), ("a tensor", True)),
         *(("those of the micro-batch", False), ("elements", False)),
     ],
 )
 def test_sums_divided_by_the_samples_of_a_mini_batch_are_told_of(what: str, is_told: bool) -> None:
     assert len(texts_of(what, kind=Even)) == is_told
+
+
+class Once(Even):
+    """Has one mini-batch, of whose micro-batches one has other numbers of classes."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Subset(super().val_dataloader().dataset, range(12)), batch_size=12)
+
+
+def test_a_number_of_classes_counts_nothing() -> None:
+    (text,) = texts_of("classes", kind=Once)
+    assert "quotients whose divisors aren't in proportion" in text
 
 
 class Weighted(Validates):
