@@ -55,7 +55,7 @@ class Listening(nn.Module):
         Args:
             run: Runs what they note.
             as_written: Lets a layer be called as if it were in no pipeline.
-            is_alone: Whether one rank has all layers.
+            is_alone: Whether one rank has all layers, which the model may call by themselves, too.
         """
         before = self._before  # of which a running loop may have stand-ins
         if before is None or not before.runs(run, is_alone):
@@ -107,14 +107,14 @@ class Listening(nn.Module):
         return self._stand_ins(self._listener)[index]
 
     def _check_backwards(self) -> None:
-        """Refuse a loop that goes backwards over layers of several stages; one's own are called."""
+        """Refuse a loop that goes backwards over layers that run in stages; others are called."""
         if self._listener is not None and not self._listener.is_alone:
             raise RuntimeError(
                 "The model loops backwards over the backbone's layers, which run in order, on their"
                 " stages. If its steps do so, keep the layers in the order in which they"
                 " run. Do other things, such as sampling from a normalizing flow, outside the run,"
-                " or in one with devices=1, where it runs as written: trainer.save_checkpoint saves"
-                " the whole module."
+                " or in one with devices=1 and step='mini-batch', where it runs as written:"
+                " trainer.save_checkpoint saves the whole module."
             )
 
     def _gives_layers(self, listener: Listener) -> bool:
