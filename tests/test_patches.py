@@ -51,6 +51,7 @@ def test_a_missing_target_is_an_error() -> None:
     for target in (
         patches.Target("torch.nn.Module", "gone", "it is needed"),
         patches.Function("torch.nn.utils.clip_grad", "gone", "it is needed"),
+        patches.Function("torch.nn.utils.clip_grad", "Tensor", "it is needed"),
     ):
         with pytest.raises(AttributeError, match="because it is needed: install the versions"):
             target.replaced(None).__enter__()
@@ -96,7 +97,7 @@ def looks(stages: int, folder: str, fails: bool, step: Any) -> tuple[list[str], 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_run_replaces_and_restores(stages: int, fails: bool, step: Any, tmp_path: Path) -> None:
-    clips = {"_get_total_norm", "_group_tensors_by_device_and_dtype"}
+    clips = {"_get_total_norm", "grad_norm", "_group_tensors_by_device_and_dtype"}
     only_with = {
         1: {*clips, "dataloader", "_get_default_group", "load_state_dict"},
         2: {"backward"},
@@ -138,3 +139,15 @@ def test_the_total_norm_is_replaced_however_it_was_imported() -> None:
             assert function([parameter.grad]) == 20
         assert clip_grad_norm_([parameter], 10.0) == 20
     torch.testing.assert_close(parameter.grad, torch.full((2,), 0.5))
+
+
+def test_so_is_a_function_without_a_closure() -> None:
+    from lightning.pytorch.utilities import grad_norm
+
+    module = torch.nn.Linear(2, 2)
+    with patches.GRAD_NORM.replaced(lambda *args, **options: (args, options)):
+        assert grad_norm(module, 2, group_separator=".") == ((module, 2), {"group_separator": "."})
+        with patches.GRAD_NORM.replaced(len):
+            assert grad_norm("four") == 4
+        assert grad_norm(3) == ((3,), {})
+    assert grad_norm(module, 2) == {}

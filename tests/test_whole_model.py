@@ -41,7 +41,7 @@ class Snapshot(models.Module):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().loss(x, y)
-        return loss if self.teacher is None else loss + (self(x) - self.teacher(x)).abs().mean()
+        return loss if self.teacher is None else loss + (self(x) - self.teacher(x)).square().mean()
 
 
 class LateSnapshot(Snapshot):
@@ -145,6 +145,16 @@ class LargestNorm(models.Around):
             torch.testing.assert_close(clipped, total.clamp(max=1e-3), rtol=1e-3, atol=0)
 
 
+class ScalesGradients(models.Around):
+    """Scales gradients by what Lightning's function says of each, accumulated or not."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, 3)
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(norms["grad_3.0_norm_total"] / norms[f"grad_3.0_norm/{name}"])
+
+
 class ClipsParts(models.Around):
     """Clips layers one by one, of which a stage has none or all."""
 
@@ -204,6 +214,11 @@ EQUAL: dict[str, tuple[type[models.Module], dict[str, Any]]] = {
     "hooks after accumulation, accumulated": (Counted, {"accumulate_grad_batches": 2}),
     "clipping by PyTorch's functions": (TotalNorm, {}),
     "clipping by the largest gradient": (LargestNorm, {}),
+    "gradients scaled by their norms": (ScalesGradients, {}),
+    "gradients scaled by their norms, accumulated": (
+        ScalesGradients,
+        {"accumulate_grad_batches": 2},
+    ),
     "no optimizer": (NoOptimizer, {}),
     "complex parameters, clipped": (Complex, {"gradient_clip_val": 0.1}),
     "a tied head": (TiedHead, {}),
@@ -335,11 +350,6 @@ class Finite(models.Around):
             optimizer.zero_grad()
 
 
-class LogsGradients(models.Around):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(grad_norm(self, 2))
-
-
 class LateTeacher(models.Around):
     """An average outside the backbone that starts between two checks of the losses, in buffers."""
 
@@ -393,7 +403,6 @@ REFUSED: dict[str, tuple[type[models.Module], str]] = {
     "validation reads a weight of the backbone": (Validates, HELD),
     "clipping by hand": (Gradients, f"grad.*{HELD}"),
     "a decision by finite gradients": (Finite, f"grad.*{HELD}"),
-    "Lightning's grad_norm": (LogsGradients, f"grad.*{HELD}"),
     "an average in a buffer": (LateTeacher, HELD),
     "a norm that is logged": (LogsNorm, HELD),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -30,15 +30,33 @@ class ModelGradients:
         return (self.owner(parameter) or 0) == stage
 
 
-@torch.no_grad()
 def gradient_norm(
     parameters: Sequence[Tensor], gradients: ModelGradients, groups: Groups, norm_type: float = 2.0
 ) -> Tensor:
     """The norm of the gradients of a whole model's parameters. Collective over the pipeline.
 
-    The norm of each parameter's gradient goes to every stage, and all reduce them in the same
-    order, so the result is the same bit for bit whatever the number of stages. Parameters that
-    every stage holds count once.
+    See :func:`gradient_norms` for the arguments.
+
+    Returns:
+        A scalar on this stage's device. What has no gradient counts as zero.
+    """
+    norms, _ = gradient_norms(parameters, gradients, groups, norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms, float(norm_type))
+    return total
+
+
+@torch.no_grad()
+def gradient_norms(
+    parameters: Sequence[Tensor],
+    gradients: ModelGradients,
+    groups: Groups,
+    norm_type: float = 2.0,
+    given: Container[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norm of each gradient of a whole model's parameters. Collective over the pipeline.
+
+    They go to every stage, and all reduce them in the same order, so what is made of them is the
+    same bit for bit whatever the number of stages. Parameters that every stage holds count once.
 
     Args:
         parameters: The whole model's, in the same order on every stage; those of other stages
@@ -46,27 +64,35 @@ def gradient_norm(
         gradients: Where their gradients are.
         groups: The process groups.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+        given: The gradients that are asked for, by id; None: all.
 
     Returns:
-        A scalar on this stage's device.
+        One for each parameter, on this stage's device, 0 where it has none; and where any stage has
+        one that is asked for.
     """
     norm_type = float(norm_type)  # PyTorch's functions take "inf", too
     dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
-    norms = torch.zeros(len(parameters), dtype=dtype, device=groups.device)
+    table = torch.zeros(2, len(parameters), dtype=dtype, device=groups.device)
     summed = gradients.summed()
-    here = [
-        (i, _entries(gradient))
-        for i, p in enumerate(parameters)
-        if (gradient := summed.get(id(p), p.grad)) is not None
-        and gradients.is_counted_by(groups.stage, p)
-    ]
-    if here:
-        indices, entries = zip(*here, strict=True)
-        found = torch._foreach_norm(list(entries), norm_type, dtype=dtype)
-        norms[list(indices)] = torch.stack(list(found)).to(norms.device)
-    norms = groups.pipeline.all_reduce(norms) if len(parameters) else norms
-    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return total
+    given_here: list[int] = []
+    counted: dict[int, Tensor] = {}
+    for i, parameter in enumerate(parameters):
+        is_counted = gradients.is_counted_by(groups.stage, parameter)
+        gradient = parameter.grad
+        if given is not None and id(gradient) not in given:
+            gradient = None
+        if gradient is not None and (is_counted or id(parameter) in summed):
+            given_here.append(i)
+        gradient = summed.get(id(parameter), gradient)
+        if gradient is not None and is_counted:
+            counted[i] = _entries(gradient)
+    if counted:
+        found = torch._foreach_norm(list(counted.values()), norm_type, dtype=dtype)
+        table[0, list(counted)] = torch.stack(list(found)).to(table.device)
+    if given_here:
+        table[1, given_here] = 1
+    norms, flags = groups.pipeline.all_reduce(table) if parameters else table
+    return norms, flags > 0
 
 
 def _entries(gradient: Tensor) -> Tensor:

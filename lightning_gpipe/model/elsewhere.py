@@ -37,8 +37,8 @@ class HeldElsewhere(Refused):
 
 
 _NORMS_OF_GRADIENTS = (
-    "For the norm of gradients use trainer.strategy.grad_norm(parameters), for clipping"
-    " trainer.strategy.clip_grad_norm_."
+    "For norms of gradients use Lightning's grad_norm(module, 2), or"
+    " trainer.strategy.grad_norm(parameters); for clipping trainer.strategy.clip_grad_norm_."
 )
 _ONE_BY_ONE = (
     "Every stage runs the hook. Let it skip those with p.is_meta, and print what it finds on every"

@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CellType
-from typing import Any, ClassVar, cast
+from types import CodeType, FunctionType
+from typing import Any, ClassVar
 
 from lightning_gpipe.model.redirect import Redirect
 from lightning_gpipe.tensors import hooks
@@ -82,7 +82,7 @@ class Target:
 class Function:
     """A function that is replaced for everyone, whatever name they have imported it by.
 
-    PyTorch's is a wrapper that calls the function of its closure, which is replaced.
+    A wrapper calls the function of its closure, which is replaced; of another its code is.
 
     Args:
         owner: Dotted name of its module.
@@ -97,7 +97,10 @@ class Function:
 
     def current(self) -> Any:
         """The function that is called now."""
-        return self._cell().cell_contents
+        function = self._function()
+        if function.__closure__:
+            return function.__closure__[0].cell_contents
+        return next(filter(callable, function.__code__.co_consts), function)
 
     @contextmanager
     def replaced(self, value: Any) -> Iterator[None]:
@@ -106,20 +109,36 @@ class Function:
         Raises:
             AttributeError: If the installed version has no such function.
         """
-        cell = self._cell()
-        original = cell.cell_contents
-        cell.cell_contents = value
+        function = self._function()
+        place, name, other = function, "__code__", _calls(value)
+        if function.__closure__:
+            place, name, other = function.__closure__[0], "cell_contents", value
+        original = getattr(place, name)
+        setattr(place, name, other)
         try:
             yield
         finally:
-            cell.cell_contents = original
+            setattr(place, name, original)
 
-    def _cell(self) -> CellType:
-        wrapper = getattr(importlib.import_module(self.owner), self.name, None)
-        cells: tuple[Any, ...] = getattr(wrapper, "__closure__", None) or ()
-        if len(cells) != 1:
+    def _function(self) -> Any:
+        function = getattr(importlib.import_module(self.owner), self.name, None)
+        if not isinstance(function, FunctionType) or len(function.__closure__ or ()) > 1:
             raise AttributeError(_missing(self.owner, self.name, self.reason))
-        return cast(CellType, cells[0])
+        return function
+
+
+_OTHER = "the other function"
+
+
+def _call(*args: Any, **kwargs: Any) -> Any:
+    other: Any = "the other function"
+    return other(*args, **kwargs)
+
+
+def _calls(function: Callable[..., Any]) -> CodeType:
+    """Code that calls a function."""
+    code = _call.__code__
+    return code.replace(co_consts=tuple(function if c == _OTHER else c for c in code.co_consts))
 
 
 def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,6 +215,11 @@ TOTAL_NORM = Function(
     "torch.nn.utils.clip_grad",
     "_get_total_norm",
     "the norm of one stage's gradients isn't the model's",
+)
+GRAD_NORM = Function(
+    "lightning.pytorch.utilities.grads",
+    "grad_norm",
+    "a stage has the gradients of its own parameters",
 )
 CLIPPED_GROUPS = Target(
     "torch.nn.utils.clip_grad",

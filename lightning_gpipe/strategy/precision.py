@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_gpipe.comm.groups import Groups
 from lightning_gpipe.gradients.norm import (
     ModelGradients,
     gradient_norm,
+    gradient_norms,
     refuse_infinite,
     scale_to_norm,
 )
@@ -51,6 +52,8 @@ def over_stages(
         if groups.stages > 1:
             total_norm = partial(_total_norm, module, gradients, groups)
             undo.enter_context(patches.TOTAL_NORM.replaced(total_norm))
+            norms = partial(_grad_norm, gradients, groups)
+            undo.enter_context(patches.GRAD_NORM.replaced(norms))
             grouped = partial(_grouped, patches.CLIPPED_GROUPS.current())
             undo.enter_context(patches.CLIPPED_GROUPS.replaced(grouped))
         yield
@@ -83,7 +86,8 @@ def _total_norm(
     tensors = [tensor for tensor in listed if not is_elsewhere(tensor)]
     given = {id(tensor) for tensor in tensors}
     parameters = list(module.parameters())
-    norms = _norms_of_given(parameters, given, gradients(), groups, norm_type)
+    found, are_given = gradient_norms(parameters, gradients(), groups, norm_type, given)
+    norms = list(found[are_given])
     known = {id(parameter.grad) for parameter in parameters}
     others = [t for t in tensors if id(t) not in known]
     norms += [torch.linalg.vector_norm(t, norm_type).to(groups.device) for t in others]
@@ -95,27 +99,30 @@ def _total_norm(
     return total
 
 
-def _norms_of_given(
-    parameters: Sequence[Tensor],
-    given: Container[int],
-    gradients: ModelGradients,
+def _grad_norm(
+    gradients: Callable[[], ModelGradients],
     groups: Groups,
-    norm_type: float,
-) -> list[Tensor]:
-    """Norms of those gradients that any stage was given, in the model's order. Collective."""
-    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    table = torch.zeros(2, len(parameters), dtype=dtype.to_real(), device=groups.device)
-    summed = gradients.summed()
-    for i, parameter in enumerate(parameters):
-        is_counted = gradients.is_counted_by(groups.stage, parameter)
-        gradient = parameter.grad if id(parameter.grad) in given else None
-        if gradient is not None and (is_counted or id(parameter) in summed):
-            table[1, i] = 1
-        gradient = summed.get(id(parameter), gradient)
-        if gradient is not None and is_counted:
-            table[0, i] = torch.linalg.vector_norm(gradient, norm_type)
-    norms, is_given = groups.pipeline.all_reduce(table)
-    return list(norms[is_given > 0])
+    module: nn.Module,
+    norm_type: float | str,
+    group_separator: str = "/",
+) -> dict[str, Tensor]:
+    """What Lightning's ``grad_norm`` does, over all stages. Collective over them."""
+    norm_type = float(norm_type)
+    if norm_type <= 0:
+        raise ValueError(f"norm_type={norm_type}: it must be more than 0.")
+    prefix = f"grad_{norm_type}_norm"
+    named = dict(module.named_parameters())
+    norms, are_given = gradient_norms(list(named.values()), gradients(), groups, norm_type)
+    found = {
+        f"{prefix}{group_separator}{name}": norm.to(parameter.dtype.to_real())
+        for (name, parameter), norm, is_given in zip(
+            named.items(), norms, are_given.tolist(), strict=True
+        )
+        if is_given
+    }
+    if found:
+        found[f"{prefix}_total"] = torch.linalg.vector_norm(norms[are_given], norm_type)
+    return found
 
 
 def _clip_by_norm(

@@ -14,6 +14,7 @@ import torchmetrics
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -158,6 +159,14 @@ class ByStrategy(Module):
         clip: Any = getattr(strategy, "clip_grad_norm_", nn.utils.clip_grad_norm_)
         self.log("before", clip(self.parameters(), 0.01))
         self.log("after", _norm(self, 2.0))
+
+
+class Norms(Module):
+    """Logs the norm of each gradient, as Lightning's documentation does, and of a part."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+        self.log_dict(grad_norm(self.backbone[2:], "inf", group_separator="."))
 
 
 def _norm(module: L.LightningModule, kind: float) -> Tensor:
@@ -403,6 +412,7 @@ ROWS: Rows = {
     "clip_gradients": Row(module=Clipped),
     "strategy.clip_grad_norm_": Row(module=ByStrategy),
     "strategy.grad_norm": Row(module=Clipped),
+    "Lightning's grad_norm": Row(module=Norms),
     "strategy.stage": Shown(attributes),
     "freeze": Row(module=Partly),
     "save_hyperparameters": Row(module=Hyper, also=reloaded),
