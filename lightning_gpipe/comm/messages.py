@@ -48,6 +48,7 @@ MessageKind: TypeAlias = Literal[
     "stage weights",
     "replica weights",
     "restored weights",
+    "gathered weights",
     "state dict",
     "optimizer state",
     "sizes",

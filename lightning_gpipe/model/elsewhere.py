@@ -41,8 +41,9 @@ _NORMS_OF_GRADIENTS = (
     " trainer.strategy.grad_norm(parameters); for clipping trainer.strategy.clip_grad_norm_."
 )
 _ONE_BY_ONE = (
-    "Every stage runs the hook. Let it skip those with p.is_meta, and print what it finds on every"
-    " rank: loggers are rank 0's, which has its own stage's alone. Let no step depend on it."
+    "A hook gets the values of all stages by trainer.strategy.gathered(parameters), on every rank."
+    " Or let it skip those with p.is_meta, and print what it finds on every rank: loggers are rank"
+    " 0's, which has its own stage's alone."
 )
 _USED = (
     "A weight of the backbone that the step uses itself must stand outside the backbone, too"
@@ -79,7 +80,7 @@ def _remedies(what: str, of_gradient: bool) -> tuple[str, ...]:
     if _RANDOM.search(what):
         return (_SET,)
     if _REDUCTIONS.search(what):
-        return _TERM, _NORMS_OF_GRADIENTS, _ONE_BY_ONE
+        return _TERM, _ONE_BY_ONE
     if _AVERAGING.search(what):
         return _COPIED, _USED, _SET
     return _USED, _COPIED, _AFTER_ERROR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,14 +24,14 @@ from lightning_gpipe.plan.settings import ScheduleName, Settings, StepMode
 from lightning_gpipe.schedule.checkpoint import Checkpoint
 from lightning_gpipe.strategy import refusals
 from lightning_gpipe.strategy.loggers import LoggedSettings
-from lightning_gpipe.strategy.planning import PlanningStrategy
 from lightning_gpipe.strategy.processes import StartMethod
 from lightning_gpipe.strategy.run import Run
+from lightning_gpipe.strategy.whole_model import WholeModelStrategy
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class GPipeStrategy(PlanningStrategy):
+class GPipeStrategy(WholeModelStrategy):
     """Trains an unchanged LightningModule with its backbone cut into a pipeline of stages.
 
     The module's steps call an ``nn.Sequential``, or loop over a list of layers: the *backbone*.
@@ -249,39 +249,3 @@ class GPipeStrategy(PlanningStrategy):
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return self._running.accumulating()
-
-    def grad_norm(self, parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients over all stages. Collective over the pipeline.
-
-        Args:
-            parameters: All or some of the whole model's, the same on every stage.
-            norm_type: p of the p-norm; ``inf`` or ``"inf"`` for the largest absolute value.
-
-        Returns:
-            A scalar, the same for every number of stages. What has no gradient counts as zero.
-        """
-        return self._running.grad_norm(_listed(parameters), norm_type)
-
-    def clip_grad_norm_(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """What ``torch.nn.utils.clip_grad_norm_`` does, over all stages. Collective over them.
-
-        The arguments are the same; ``foreach`` makes no difference.
-
-        Returns:
-            The norm before, a scalar.
-
-        Raises:
-            RuntimeError: If the norm isn't finite, and ``error_if_nonfinite``.
-        """
-        return self._running.clip(_listed(parameters), max_norm, norm_type, error_if_nonfinite)
-
-
-def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -169,6 +169,24 @@ class Norms(Module):
         self.log_dict(grad_norm(self.backbone[2:], "inf", group_separator="."))
 
 
+class Gathers(Module):
+    """Logs norms of weights and of gradients, one by one."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._log_norms("weights", gradients=False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._log_norms("gradients", gradients=True)
+
+    def _log_norms(self, kind: str, gradients: bool) -> None:
+        strategy, names = self.trainer.strategy, [name for name, _ in self.named_parameters()]
+        values: Any = [p.grad if gradients else p for p in self.parameters()]
+        if isinstance(strategy, GPipeStrategy):
+            values = strategy.gathered(self.parameters(), gradients)
+        for name, value in zip(names, values, strict=True):
+            self.log(f"{kind}/{name}", value.norm())
+
+
 def _norm(module: L.LightningModule, kind: float) -> Tensor:
     strategy = module.trainer.strategy
     if isinstance(strategy, GPipeStrategy):
@@ -411,6 +429,7 @@ ROWS: Rows = {
     "all_gather": Row(module=Gathered),
     "clip_gradients": Row(module=Clipped),
     "strategy.clip_grad_norm_": Row(module=ByStrategy),
+    "strategy.gathered": Row(module=Gathers),
     "strategy.grad_norm": Row(module=Clipped),
     "Lightning's grad_norm": Row(module=Norms),
     "strategy.stage": Shown(attributes),
