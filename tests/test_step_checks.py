@@ -88,8 +88,9 @@ def fit(stages: int, kind: Callable[..., models.Module], *arguments: Any) -> dic
 
 @pytest.mark.parametrize("made", [(Attends,), *((Module, loss) for loss in LOSSES)])
 def test_weights_equal_a_plain_trainers(made: tuple[Any, ...]) -> None:
-    found = run_ranks(fit, 2, 2, *made)[0]
-    torch.testing.assert_close(found, run_ranks(fit, 1, 0, *made)[0], rtol=0, atol=1e-12)
+    found, expected = run_ranks(fit, 2, 2, *made)[0], run_ranks(fit, 1, 0, *made)[0]
+    # the gradient of an attention's key bias is 0, but for rounding, which AdamW makes larger
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def negative_variance(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
