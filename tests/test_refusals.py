@@ -122,19 +122,51 @@ class Twice(torch.optim.SGD):
         return loss
 
 
+class Centered(torch.optim.SGD):
+    """Centres gradients, which it takes to be there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.sub_(parameter.grad.mean())
+        super().step()
+        return loss
+
+
 class Module(models.Module):
+    kind: type[torch.optim.Optimizer] = Twice
+    fails = False
+    nothing: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.nothing.grad if self.fails else super().training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Twice(self.parameters(), lr=0.1)
+        return self.kind(self.parameters(), lr=0.1)
 
 
-def fit(stages: int) -> None:
-    train(Module(), max_steps=1, devices=stages, strategy=GPipeStrategy(2))
+def fit(stages: int, kind: Any = Twice, fails: bool = False) -> None:
+    module = Module()
+    module.kind, module.fails = kind, fails
+    train(module, max_steps=1, devices=stages, strategy=GPipeStrategy(2))
 
 
 def test_two_gradients_in_a_step_are_refused_over_stages() -> None:
     with pytest.raises(RankError, match=r"A step of Twice computes gradients twice\. Twice"):
         run_ranks(fit, 2, 2)
     run_ranks(fit, 1, 1)
+
+
+def test_a_step_that_needs_all_gradients_is_told_which_are_missing() -> None:
+    text = r"NoneType.*[\s\S]*In a step of Centered parameters that other stages hold have no grad"
+    with pytest.raises(RankError, match=text):
+        run_ranks(fit, 2, 2, Centered)
+    run_ranks(fit, 1, 1, Centered)
+    with pytest.raises(RankError, match="NoneType.* no attribute 'grad'") as error:
+        run_ranks(fit, 2, 2, Centered, True)
+    assert "In a step of" not in str(error.value)
 
 
 class Langevin(torch.optim.SGD):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.plan.optimizer_state import couples_parameters
 
 #: Optimizers whose step depends on all parameters at once, by the names of their classes.
@@ -23,6 +26,8 @@ _WHOLE_MODEL_OPTIMIZERS = {
     "DAdaptSGD",
     "ZeroRedundancyOptimizer",
 }
+
+_CLOSURE = "call_once"
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
@@ -99,7 +104,7 @@ def called_once(closure: Callable[[], Any], optimizer: object) -> Callable[[], A
     """
     calls = 0
 
-    def once() -> Any:
+    def call_once() -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:
@@ -107,4 +112,21 @@ def called_once(closure: Callable[[], Any], optimizer: object) -> Callable[[], A
             raise RuntimeError(f"A step of {name} computes gradients twice. {_whole_model(name)}")
         return closure()
 
-    return once
+    return call_once
+
+
+@contextmanager
+def explained(optimizer: object) -> Iterator[None]:
+    """Add to an error of a step that asks for a gradient what a user can't see in it."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+        if "NoneType" in str(error) and _CLOSURE not in names:
+            name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+            add_note(
+                error,
+                f"In a step of {name} parameters that other stages hold have no gradient: let it"
+                " skip those whose p.grad is None, as PyTorch's optimizers do.",
+            )
+        raise

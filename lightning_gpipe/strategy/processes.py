@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -232,11 +232,12 @@ class ProcessesStrategy(PlacedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
+        explained: AbstractContextManager[None] = nullcontext()
         if self._connected.is_spread:
             closure = optimizer_refusals.called_once(closure, optimizer)
-        with self._connected.trial.shared():  # an optimizer's first step takes memory, too
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        return result
+            explained = optimizer_refusals.explained(optimizer)
+        with explained, self._connected.trial.shared():  # a first step takes memory, too
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: Any) -> object:
