@@ -164,7 +164,7 @@ def test_a_step_that_needs_all_gradients_is_told_which_are_missing() -> None:
     with pytest.raises(RankError, match=text):
         run_ranks(fit, 2, 2, Centered)
     run_ranks(fit, 1, 1, Centered)
-    with pytest.raises(RankError, match="NoneType.* no attribute 'grad'") as error:
+    with pytest.raises(RankError, match=r"NoneType.* no attribute 'grad'") as error:
         run_ranks(fit, 2, 2, Centered, True)
     assert "In a step of" not in str(error.value)
 
