@@ -98,3 +98,15 @@ def test_a_loss_of_which_small_micro_batches_leave_nothing_is_told_of() -> None:
     chunks = samples // 2
     with pytest.warns(UserWarning, match="loss of every micro-batch is NaN.*a trimmed mean"):
         trainer(max_steps=2, strategy=GPipeStrategy(chunks, step="micro-batch")).fit(Trimmed("sgd"))
+
+
+def test_other_batches_tell_numbers_from_counts_of_samples() -> None:
+    fixed: dict[str, int] = {}
+
+    def together(sizes: list[int], *values: int) -> Any:
+        return merge(values, sizes, list(map(float, sizes)), "It", fixed=fixed)
+
+    assert together([2, 2], 2, 2) == 4  # a count, as far as is known
+    assert together([2, 2], 1, 1) == 1
+    assert together([2, 2], 2, 2) == 2
+    assert together([2, 2], 2, 3) == 5

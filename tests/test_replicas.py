@@ -440,6 +440,14 @@ class Sums(models.Module):
         return out
 
 
+class ReadsData(models.Module):
+    """Looks at the data itself, as for their mean."""
+
+    def on_fit_start(self) -> None:
+        for _ in DataLoader(list(range(4))):
+            pass
+
+
 def told_of_processes(module: type[models.Module], data: Any, stages: int) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -455,11 +463,13 @@ def told_of_processes(module: type[models.Module], data: Any, stages: int) -> li
     [
         *((models.Module, Shares), (models.Module, SharesRightly)),
         *((Gathering, None), (ComputesInSteps, None), (ReadsDevices, None), (Sums, None)),
+        (ReadsData, None),
     ],
 )
 def test_the_number_of_processes_is_told_of(module: Any, data: Any, stages: int) -> None:
     found = run_ranks(told_of_processes, 2, module, data, stages)[0]
-    is_told = stages == 2 and data is not SharesRightly and module is not ComputesInSteps
+    tells_nothing = module in (ComputesInSteps, ReadsData) or data is SharesRightly
+    is_told = stages == 2 and not tells_nothing
     told = {
         ReadsDevices: "trainer.num_devices is 2 here: 2 stages ",
         Sums: "torch.distributed.all_reduce() goes over",

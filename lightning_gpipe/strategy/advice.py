@@ -44,6 +44,10 @@ def is_read_by_user(frame: FrameType) -> bool:
     return _belongs_to_others(reader) is False
 
 
+#: Asks for the number of processes whenever somebody reads a loader.
+_LOADER = "torch.utils.data.dataloader"
+
+
 def is_called_by_user(frame: FrameType | None) -> bool:
     """Whether a module or DataModule calls a function, or another one that does.
 
@@ -59,7 +63,8 @@ def is_called_by_user(frame: FrameType | None) -> bool:
 
 def _belongs_to_others(frame: FrameType) -> bool | None:
     """Whether Lightning or this package runs, or else a module or DataModule; None: neither."""
-    if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OTHERS:
+    name = str(frame.f_globals.get("__name__", ""))
+    if name.partition(".")[0] in _OTHERS or name == _LOADER:
         return True
     names = frame.f_code.co_varnames[:1]
     reads = frame.f_locals.get(names[0]) if names else None

@@ -45,8 +45,8 @@ def merge(
         weights: How much each of them counts.
         what: What it is, for the error.
         known: Gives that for a tensor if it is known otherwise.
-        fixed: The lengths of lists that steps of other batches returned, and that aren't per
-            sample, by what they are; those of this batch are added.
+        fixed: The lengths of lists and the whole numbers that steps of other batches returned, and
+            that aren't those of samples, by what they are; those of this batch are added.
 
     Raises:
         ValueError: If it isn't known how.
@@ -98,9 +98,10 @@ def merge(
     if type(first) is Argument:
         return int(first)
     if type(first) is int:
-        if list(values) == list(sizes):
-            return sum(values)
-        return first if all(value == first for value in values) else sum(values)
+        is_one, are_sizes = all(value == first for value in values), list(values) == list(sizes)
+        if is_one and not are_sizes:
+            fixed[what] = first
+        return first if is_one and (not are_sizes or what in fixed) else sum(values)
     if type(first) is float:
         return weighted_mean(values, weights)
     if any(value != first for value in values):

@@ -319,13 +319,13 @@ class Replay:
         for tensor in given:
             if id(tensor) in self._rows and id(tensor) not in self._known:
                 return self._halves  # as it is in the batch
-            found = self._known.get(id(tensor))
-            halves = self._rows_of(tensor)
+            found, halves = self._known.get(id(tensor)), self._rows_of(tensor)
             if found is None or halves is None or len({t.shape for t in found.values}) > 1:
                 continue
             four, share = [t.detach() for t in found.values], self._rounding(tensor.dtype)
-            on_a, on_b = depends(four, share)
-            if bool((on_a & on_b).any()):
+            if not (on := depends(four, share))[0].any() and not on[1].any():
+                continue  # the same for all samples, such as a mask
+            if bool((on[0] & on[1]).any()):
                 if _are_columns(four, self._samples, share):
                     raise CannotReplay(_ORDER)
                 self.mixer_before = None if are_reordered(four) else found.mixer
@@ -333,9 +333,9 @@ class Replay:
             if (own := of_given(four, halves, share)) is None:
                 raise CannotReplay(_ORDER)
             return own
-        if self._has_moved or any(not t.ndim or len(t) != self._samples for t in given[:1]):
-            raise CannotReplay(_ORDER)
-        return self._halves
+        if not self._has_moved and all(t.ndim and len(t) == self._samples for t in given[:1]):
+            return self._halves
+        raise CannotReplay(_ORDER)
 
 
 def _are_columns(four: Sequence[Tensor], samples: int, share: float) -> bool:
