@@ -20,7 +20,7 @@ from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.strategy.exchange import Exchange
 from lightning_gpipe.strategy.halves import halves_of
 from tests.ranks import run_ranks
-from tests.training import train
+from tests.training import train, trainer
 
 F = nn.functional
 SAMPLES, FEATURES, TOKENS, WIDTH, CLASSES = 16, 12, 8, 16, 20
@@ -599,3 +599,55 @@ def test_any_two_of_four_samples_are_together_and_apart() -> None:
         together = [bool(way[i] == way[j]) for way in halves_of(4, seed)]
         assert set(together) == {True, False}
     assert [len(halves_of(n, 0)) for n in (1, 2, 3, 9)] == [0, 1, 2, 3]
+
+
+class Attending(nn.Module):
+    """Attends to what comes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden + self.attention(hidden, hidden, hidden, attn_mask=mask)[0]
+
+
+class Causal(L.LightningModule):
+    """Blocks that are given a mask, with as many rows as the samples have, or a multiple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(Attending() for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        (tokens,) = batch
+        hidden = self.table(tokens)
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=tokens.device).triu(1)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        scores = F.linear(hidden, self.table.weight)
+        return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("error", self.training_step(batch, index))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def said_of_causal() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch").addHandler(handler)
+    tokens = torch.randint(1, CLASSES, (SAMPLES, TOKENS))
+    loader = DataLoader(TensorDataset(tokens), SAMPLES)
+    strategy = GPipeStrategy(4, step="micro-batch")
+    run = trainer(strategy=strategy, devices=2, max_epochs=2)
+    run.fit(Causal(), loader, loader)
+    return [text for text in said if "isn't known" in text]
+
+
+def test_a_mask_that_blocks_are_given_is_not_taken_for_samples() -> None:
+    assert run_ranks(said_of_causal, 2) == [[], []]
