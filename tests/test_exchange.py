@@ -617,7 +617,7 @@ class Causal(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.blocks = nn.ModuleList(Attending() for _ in range(4))
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
@@ -626,8 +626,7 @@ class Causal(L.LightningModule):
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=tokens.device).triu(1)
         for block in self.blocks:
             hidden = block(hidden, mask)
-        scores = F.linear(hidden, self.table.weight)
-        return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log("error", self.training_step(batch, index))
