@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest.mock import patch
 
@@ -157,6 +158,27 @@ def test_two_gradients_in_a_step_are_refused_over_stages() -> None:
     with pytest.raises(RankError, match=r"A step of Twice computes gradients twice\. Twice"):
         run_ranks(fit, 2, 2)
     run_ranks(fit, 1, 1)
+
+
+class Drawn(models.Module):
+    """A learning rate that every process draws for itself, in a list of others."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        rate = 0.1 + int(os.environ["LOCAL_RANK"]) / 8
+        groups = [
+            {"params": p, "lr": rate if i == 2 else 0.1} for i, p in enumerate(self.parameters())
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+def fit_drawn() -> None:
+    train(Drawn(), max_steps=1, devices=2, strategy=GPipeStrategy(2))
+
+
+def test_options_that_stages_drew_for_themselves_are_refused() -> None:
+    text = r"SGD's parameter group 2 has lr=0.1 on stage 0, and lr=0.225 on stage 1: every process"
+    with pytest.raises(RankError, match=text):
+        run_ranks(fit_drawn, 2)
 
 
 def test_a_step_that_needs_all_gradients_is_told_which_are_missing() -> None:

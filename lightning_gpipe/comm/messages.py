@@ -39,6 +39,7 @@ MessageKind: TypeAlias = Literal[
     "lent weights",
     "trial",
     "order of parameters",
+    "options of optimizers",
     "seed",
     "partition",
     "shared state",

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gpipe.comm.messages import ObjectChannel
 from lightning_gpipe.model.notes import add_note
 from lightning_gpipe.plan.optimizer_state import couples_parameters
 
@@ -53,6 +55,42 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f" {_whole_model(name)} For a norm use the Trainer's gradient_clip_val, or"
                 " trainer.strategy.grad_norm(parameters) before the step."
             )
+
+
+def refuse_unlike(optimizers: Iterable[Optimizer], channel: ObjectChannel) -> None:
+    """Refuse options that the stages have drawn each for itself. Collective over the pipeline.
+
+    Raises:
+        ValueError: With the first that differs, and what to do instead.
+    """
+    groups = [
+        (f"{type(optimizer).__name__}'s parameter group {i}", _options(group))
+        for optimizer in optimizers
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    first, *others = channel.gather("options of optimizers", groups)
+    for stage, theirs in enumerate(others, start=1):
+        for (name, options), (_, found) in zip(first, theirs, strict=False):
+            for key in options.keys() & found.keys():
+                if options[key] != found[key]:
+                    raise ValueError(
+                        f"{name} has {key}={options[key]} on stage 0, and {key}={found[key]} on"
+                        f" stage {stage}: every process runs the script, and has drawn or read its"
+                        " own. Call L.seed_everything(...) before random choices, or give all"
+                        " processes the same by a configuration or an environment variable."
+                    )
+
+
+def _options(group: dict[str, Any]) -> dict[str, str]:
+    """The options of a group that are numbers, or texts, or several of these."""
+    options = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and not value.is_meta and not value.ndim:
+            value = value.item()  # before the first step
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        if all(isinstance(part, (int, float, str)) for part in parts):
+            options[key] = repr(value)
+    return options
 
 
 def refuse_to_shard(optimizers: Iterable[Optimizer]) -> None:

@@ -164,6 +164,7 @@ class Run:
         """Let optimizers hold the state that this rank keeps alone, or say what to do instead."""
         if self._world.is_spread:
             optimizer_refusals.refuse_optimizers(optimizers)
+            optimizer_refusals.refuse_unlike(optimizers, self._world.groups.pipeline)
         if self._settings.shard_optimizer_state and self._world.groups.replicas > 1:
             optimizer_refusals.refuse_to_shard(optimizers)
         complete(optimizers)
