@@ -88,7 +88,8 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, Tensor) and not value.is_meta and not value.ndim:
             value = value.item()  # before the first step
         parts = value if isinstance(value, (tuple, list)) else [value]
-        if all(isinstance(part, (int, float, str)) for part in parts):
+        is_option = key not in ("params", "param_names")  # whose order is settled later
+        if is_option and all(isinstance(part, (int, float, str)) for part in parts):
             options[key] = repr(value)
     return options
 
